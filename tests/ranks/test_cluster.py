@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -488,7 +489,19 @@ def test_an_interrupt_while_a_process_starts_leaves_none(process: str, monkeypat
     assert_ended(started)
 
 
-def test_an_engine_that_ends_while_the_cluster_opens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_loop(function: Callable[[], None]) -> None:
+    """Call a function as a notebook calls a cell: while an event loop runs."""
+
+    async def cell() -> None:
+        function()
+
+    asyncio.run(cell())
+
+
+@pytest.mark.parametrize("run", [lambda function: function(), in_a_loop], ids=["script", "notebook"])
+def test_an_engine_that_ends_while_the_cluster_opens_is_noticed(
+    run: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ipyparallel.cluster import launcher
 
     engines: list[int] = []
@@ -504,7 +517,7 @@ def test_an_engine_that_ends_while_the_cluster_opens_is_noticed(monkeypatch: pyt
     monkeypatch.setattr(launcher, "Popen", start)
     began = time.monotonic()
     with pytest.raises(RankError, match=r"its processes can't be started \(one was killed by signal 9 \(SIGKILL"):
-        tk.cluster("cpu", 2)
+        run(lambda: tk.cluster("cpu", 2).close())
     assert time.monotonic() - began < START_S / 2
 
 
@@ -622,13 +635,16 @@ def test_all_ranks_may_be_killed_while_they_spread_work() -> None:
         assert two.closed
 
 
-def test_all_ranks_may_be_killed_before_a_run() -> None:
-    with tk.cluster("cpu", 2) as two:
-        kill(two.pids)
-        wait_for(two, [])
-        with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
-            runs(two)
-        assert two.closed
+def test_all_ranks_may_be_killed_before_a_cell_runs() -> None:
+    def cell() -> None:
+        with tk.cluster("cpu", 2) as two:
+            kill(two.pids)
+            wait_for(two, [])
+            with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
+                runs(two)
+            assert two.closed
+
+    in_a_loop(cell)
 
 
 def test_a_rank_may_end_just_before_an_item_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

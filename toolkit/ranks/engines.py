@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,25 @@ def _ipyparallel() -> Any:
     return ipyparallel
 
 
+def _engine_set() -> Any:
+    """Return a class that starts engines as ipyparallel's own does, and keeps their launchers in `started`.
+
+    In `launchers`, ipyparallel keeps only those of the engines that run, if an event loop runs, as in a notebook.
+    """
+    from ipyparallel.cluster.launcher import LocalEngineSetLauncher
+
+    class EngineSet(LocalEngineSetLauncher):  # type: ignore[misc]
+        started: Sequence[Any] = ()
+
+        def start(self, n: int) -> Any:
+            try:
+                return super().start(n)
+            finally:
+                self.started = list(self.launchers.values())
+
+    return EngineSet
+
+
 class Engines:
     """A controller and `ranks` engines. A rank that doesn't answer for `silent_s` seconds counts as dead."""
 
@@ -54,7 +73,7 @@ class Engines:
         self._client: Any = None
         self._cluster = ipyparallel.Cluster(
             parent=None, profile_dir=self.folder.name, cluster_id="", cluster_file="", load_profile=False,
-            shutdown_atexit=False, log_level=sys.maxsize, controller_ip=LOOPBACK,
+            shutdown_atexit=False, log_level=sys.maxsize, controller_ip=LOOPBACK, engine_launcher_class=_engine_set(),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -100,7 +119,7 @@ class Engines:
 
     def _launchers(self) -> list[Any]:
         """Return ipyparallel's launchers of the engines, which are not in the order of the ranks."""
-        return [each for group in self._cluster.engines.values() for each in group.launchers.values()]
+        return [each for group in self._cluster.engines.values() for each in group.started]
 
     @property
     def is_ours(self) -> bool:
