@@ -13,6 +13,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit.vram import hidden
+from toolkit.vram import owners as owners_module
 
 MiB = 1 << 20
 
@@ -190,6 +191,15 @@ def test_variables_of_running_functions_have_names():
     finally:
         ends.set()
         thread.join()
+
+
+def test_a_machine_that_stands_still_during_a_walk_hides_nothing_near(monkeypatch):
+    times = iter(range(1000))
+    monkeypatch.setattr(owners_module, "thread_time", lambda: next(times))
+    many, far = [object() for _ in range(1000)], [[[i]] for i in range(10_000)]
+    found = owners_module.find({"many": many, "near": [tensor()], "far": far})
+    assert [holder.owner for holder in found.values()] == ["near[0]"]
+    assert next(times) < 10
 
 
 def test_variables_of_the_users_modules_have_names(monkeypatch, tmp_path):

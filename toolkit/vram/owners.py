@@ -43,6 +43,7 @@ from toolkit.gpu.device import Device
 
 # Limits of one walk, so that no cell waits long.
 MOST = 200_000  # values
+_LEAST = 4096  # values that are walked in any case: a virtual machine may stand still, and processor time passes meanwhile
 _MOST_NODES = 50_000  # nodes of autograd graphs
 _MOST_S = 0.5  # seconds of processor time: on a busy machine a walk takes longer, but finds the same
 _DEPTH = 16  # steps from a variable: of a module farther away, only what a graph reaches has an owner
@@ -198,7 +199,9 @@ def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tenso
     queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
     optimized: deque[tuple[str, Any, str | None, int]] = deque()  # comes last, as its tensors may have another owner
     ends_s = thread_time() + _MOST_S
-    while (queue or optimized) and len(seen) < MOST and (len(seen) % 128 or thread_time() < ends_s):  # a call takes 1 µs
+    while (queue or optimized) and len(seen) < MOST:
+        if len(seen) >= _LEAST and len(seen) % 128 == 0 and thread_time() > ends_s:  # a call takes 1 µs
+            break
         last = not queue
         path, value, kind, depth = (queue or optimized).popleft()
         if type(value) in _LEAF_TYPES:
