@@ -15,16 +15,18 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from toolkit.core.callers import short_path
 from toolkit.core.units import bytes_text
 from toolkit.decode.copy_budget import counted
-from toolkit.testing.measure import UNKNOWN, Block, Lines, Measured, by_line, memory_by_line
+from toolkit.testing.measure import UNKNOWN, Block, LineMemory, Lines, Measured, by_line, memory_by_line
 from toolkit.testing.watch import Frame, KeptGraphs, Watch
 from toolkit.trace.events import Trace
 from toolkit.trace.ledger import Ledger
@@ -85,46 +87,58 @@ def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
     """Return the lines to blame for a peak, the one that broke the budget first, then those that held the most at the peak."""
     ledger = block.memory
     assert ledger is not None
-    known, now = (before or {}).get("memory", {}), memory_by_line(ledger, lines)
-    places, alive = ledger.trace.text("where"), ledger.alive().tolist()
-    if before is None and 2 * ledger.baseline_bytes <= ledger.peak_bytes:
-        # without a baseline, what was there before the block is not to blame, unless it is the larger part
-        alive = [i for i in alive if ledger.blocks.begin[i] >= ledger.opening] or alive
-    place_of = {i: places[ledger.blocks.row[i]] for i in alive}
-    key_of = {i: lines.key(place) for i, place in place_of.items()}
+    known = defaultdict(LineMemory, _memory(before))
+    texts = ledger.trace.text("where")
+    places = [texts[row] for row in ledger.blocks.row.tolist()]
+    blocks = _at_peak(ledger, all_of_them=before is not None)
+    key_of = {i: lines.key(places[i]) for i in blocks}
     held = Counter[str]()
     for i, key in key_of.items():
         held[key] += int(ledger.blocks.bytes[i])
-    nothing = (0, 0, 0)
-    excess = +Counter({key: n - known.get(key, nothing)[0] for key, n in held.items()})
+    excess = +Counter({key: n - known[key].most for key, n in held.items()})
     if not excess:  # no line holds more than it ever did, but some hold more at the peak
-        excess = +Counter({key: n - known.get(key, nothing)[2] for key, n in held.items()}) or held
-    first = {key_of[i]: i for i in sorted(alive, key=lambda i: -ledger.blocks.begin[i])}  # the first block of each line
-    grew = [key for key in excess if before is not None and now[key][1] > known.get(key, nothing)[1]]
-    order = [key for key, _ in excess.most_common(5)]
-    found = []
-    if 2 * sum(excess[key] for key in grew) >= excess.total():
-        more = {key: now[key][1] - known.get(key, nothing)[1] for key in now}
+        excess = +Counter({key: n - known[key].at_peak for key, n in held.items()}) or held
+    of_line = {key_of[i]: i for i in sorted(blocks, key=lambda i: -ledger.blocks.begin[i])}  # the first block of each line
+    order, found = [key for key, _ in excess.most_common(5)], list[Blame]()
+
+    now = memory_by_line(ledger, lines)
+    more = +Counter({key: now[key].allocated - known[key].allocated for key in now}) if before else Counter[str]()
+    if 2 * sum(excess[key] for key in excess if more[key]) >= excess.total():  # most of it was not allocated before
         large = {key for key, n in more.items() if n >= _SHARE * excess.total()}
-        since = enumerate(ledger.blocks.begin.tolist())
-        earliest = (i for i, begin in since if begin >= ledger.opening and lines.key(places[ledger.blocks.row[i]]) in large)
-        i = next(earliest, None)
-        if i is not None:
-            key = lines.key(places[ledger.blocks.row[i]])
-            first.setdefault(key, i)
-            place_of.setdefault(i, places[ledger.blocks.row[i]])
+        began = ((i, lines.key(places[i])) for i in np.flatnonzero(ledger.blocks.begin >= ledger.opening).tolist())
+        first, key = next((one for one in began if one[1] in large), (None, ""))
+        if first is not None:
+            of_line.setdefault(key, first)
             order.insert(0, key)
     elif block.watch is not None and block.watch.frames:
         found = list(_keeper(block.watch, ledger, [i for i, key in key_of.items() if key in excess], lines))
+
     for key in dict.fromkeys(order):
-        was = f", at most {bytes_text(known.get(key, nothing)[0])} in the baseline" if before else ""
-        old = before is None and ledger.blocks.begin[first[key]] < ledger.opening
+        i = of_line[key]
+        was = f", at most {bytes_text(known[key].most)} in the baseline" if before else ""
+        old = before is None and ledger.blocks.begin[i] < ledger.opening
         when = "held before the test" if old else f"at the peak{was}"
-        found.append(_at(lines, place_of[first[key]], key, f"{bytes_text(held[key])} {when}"))
+        found.append(_at(lines, places[i], key, f"{bytes_text(held[key])} {when}"))
     first_of: dict[str, Blame] = {}
     for blame in found:
         first_of.setdefault(blame.line, blame)
     return list(first_of.values())
+
+
+def _memory(before: Measured | None) -> dict[str, LineMemory]:
+    """Return the memory of each line in a baseline."""
+    return {key: LineMemory(*of_line) for key, of_line in (before or {}).get("memory", {}).items()}
+
+
+def _at_peak(ledger: Ledger, all_of_them: bool) -> list[int]:
+    """Return the blocks that were held at the peak.
+
+    Those from before the test are left out unless `all_of_them`, or unless they are the larger part.
+    """
+    alive: list[int] = ledger.alive().tolist()
+    if all_of_them or 2 * ledger.baseline_bytes > ledger.peak_bytes:
+        return alive
+    return [i for i in alive if ledger.blocks.begin[i] >= ledger.opening] or alive
 
 
 def of_graphs(graphs: KeptGraphs, lines: Lines) -> list[Blame]:
@@ -141,11 +155,11 @@ def of_lines(block: Block, before: Measured, lines: Lines) -> list[Blame]:
     """Return the lines of the baseline that hold more than they did, the one with the most more first."""
     ledger = block.memory
     assert ledger is not None
-    known, now = before.get("memory", {}), memory_by_line(ledger, lines)
-    more = Counter({key: held - known[key][0] for key, (held, _, _) in now.items() if key in known and held > known[key][0]})
+    known, now = _memory(before), memory_by_line(ledger, lines)
+    more = +Counter({key: now[key].most - known[key].most for key in now if key in known})
     places = {lines.key(place): place for place in ledger.group("where")[1]}
     return [
-        _at(lines, places[key], key, f"{bytes_text(now[key][0])} at a time, {bytes_text(known[key][0])} in the baseline")
+        _at(lines, places[key], key, f"{bytes_text(now[key].most)} at a time, {bytes_text(known[key].most)} in the baseline")
         for key, _ in more.most_common()
         if key != UNKNOWN
     ]

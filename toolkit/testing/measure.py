@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -33,14 +33,20 @@ KINDS = ("h2d", "d2h", "d2d", "pageable", "waits")
 UNKNOWN = "(unknown line)"
 
 
+class LineMemory(NamedTuple):
+    """The bytes of one line of source."""
+
+    most: int = 0  # held at a time
+    allocated: int = 0  # in all
+    at_peak: int = 0  # held when the block held the most
+
+
 class Measured(TypedDict):
     """What one test did on one device, by line of source."""
 
     copies: NotRequired[dict[str, dict[str, tuple[int, int]]]]  # kind of KINDS -> line -> (number, bytes)
     peak_bytes: NotRequired[int]
-    memory: NotRequired[
-        dict[str, tuple[int, int, int]]
-    ]  # line -> bytes: most held at a time, allocated in all, held at the peak
+    memory: NotRequired[dict[str, tuple[int, int, int]]]  # line -> LineMemory
     kept_nodes: NotRequired[int]  # autograd nodes of earlier steps that were kept
 
 
@@ -156,7 +162,7 @@ def measured(blocks: list[Block], lines: Lines, copies: bool, memory: bool) -> M
         ledger = highest(blocks).memory
         assert ledger is not None
         found["peak_bytes"] = ledger.peak_bytes
-        found["memory"] = memory_by_line(ledger, lines)
+        found["memory"] = {key: (m.most, m.allocated, m.at_peak) for key, m in memory_by_line(ledger, lines).items()}
         found["kept_nodes"] = most_kept(blocks).nodes
     return found
 
@@ -182,8 +188,8 @@ def by_line(traces: list[Trace], lines: Lines) -> dict[str, tuple[int, int]]:
     return {key: (n, size[key]) for key, n in sorted(number.items(), key=lambda item: (-item[1], item[0]))}
 
 
-def memory_by_line(ledger: Ledger, lines: Lines) -> dict[str, tuple[int, int, int]]:
-    """Return bytes by line: the most that it held at a time, those that it allocated in all, and those held at the peak."""
+def memory_by_line(ledger: Ledger, lines: Lines) -> dict[str, LineMemory]:
+    """Return the bytes of each line."""
     codes, names = ledger.group("where")
     keys = [lines.key(name) for name in names]
     index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -193,7 +199,7 @@ def memory_by_line(ledger: Ledger, lines: Lines) -> dict[str, tuple[int, int, in
     total = np.bincount(codes, sizes * (ledger.blocks.begin >= ledger.opening), len(index))
     alive = ledger.alive()
     at_peak = np.bincount(codes[alive], sizes[alive], len(index))
-    return {key: (int(peaks[i]), int(total[i]), int(at_peak[i])) for key, i in sorted(index.items())}
+    return {key: LineMemory(int(peaks[i]), int(total[i]), int(at_peak[i])) for key, i in sorted(index.items())}
 
 
 def totals(copies: Mapping[str, Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
