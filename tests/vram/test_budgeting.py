@@ -99,6 +99,19 @@ def test_predicted_savings_are_what_is_saved(gpu):
     del alias, second
 
 
+def test_a_variable_of_the_failing_function_with_the_same_name_is_another_one(gpu):
+    def fails():
+        kept = [ones(8) for _ in range(3)]
+        return ones(32), kept
+
+    kept = [ones(4)]
+    with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("48 MiB"):
+        fails()
+    (note,) = caught.value.__notes__
+    assert "del kept: saves 4.00 MiB\n" in f"{note}\n"
+    assert len(kept) == 1
+
+
 def test_graphs_weights_and_states_have_their_proposals(gpu):
     net = nn.Linear(1024, 4096, bias=False).to("vgpu")
     kept = []

@@ -217,7 +217,7 @@ def _within(inner: Span | None, outer: Span) -> bool:
 
 
 def _rooted(owner: str, root: str) -> bool:
-    return owner == root or owner.startswith((f"{root}.", f"{root}[", f"{root} "))
+    return owner == root or owner.startswith((f"{root}.", f"{root}[", f"{root} ("))  # not "x in f()"
 
 
 def _without_graph(found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
