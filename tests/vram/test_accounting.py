@@ -177,6 +177,21 @@ def test_a_measurement_is_saved_and_opened(gpu, tmp_path):
     del kept
 
 
+def test_a_recording_says_that_earlier_memory_is_missing(gpu, tmp_path):
+    kept = ones(4)
+    with gpu.record() as trace:
+        ones(1)
+    opened = tk.open_memory(trace.save(tmp_path / "run.trace"))
+    assert opened.peak_bytes == MiB
+    assert "without what was allocated before the recording" in opened.line()
+    with pytest.raises(TraceError, match=r"before its recording began.*tk\.memory"):
+        opened.what_if("h200")
+    with tk.memory() as use:
+        pass
+    assert "recording" not in use.line()
+    assert use.peak_bytes == kept.nbytes
+
+
 def test_steps_of_decoding_have_their_own_peaks(gpu):
     model = tk.load("demo/qwen3", device=gpu)
     with tk.memory() as use:

@@ -44,6 +44,7 @@ _EXPLAINED = "Where the memory went:"  # first line of the note that is added to
 # The workspace that cuBLAS allocates at the first matrix product and keeps, on Hopper and newer GPUs, and on older ones.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 _CUBLAS_BYTES = (4096 * 8 * 1024, 4096 * 2 * 1024 + 16 * 8 * 1024)
+_MEASURED = {"opening", "elapsed_s"}  # metadata of measurements; recordings have neither
 _SOURCES = 400  # places whose source code a measurement stores; those that allocate the most come first
 
 
@@ -148,9 +149,16 @@ class MemoryUse:
             parts.append(f"ended with {self.trace.meta['failed']}")
         if self.trace.meta.get("unaccounted_bytes"):
             parts.append(f"history incomplete by {bytes_text(abs(self.trace.meta['unaccounted_bytes']))}")
+        if self._partial:
+            parts.append("without what was allocated before the recording")
         if self.trace.meta.get("problem"):
             parts.append(f"owners not found: {self.trace.meta['problem']}")
         return f"{', '.join(parts)} ({self.device}{self._took()})"
+
+    @property
+    def _partial(self) -> bool:
+        """Whether this is the trace of a recording, which doesn't say what was allocated before."""
+        return not _MEASURED & self.trace.meta.keys()
 
     def _took(self) -> str:
         """Return the wall time of the block, on a virtual GPU too, or nothing for a snapshot, which doesn't say it."""
@@ -168,8 +176,12 @@ class MemoryUse:
         PYTORCH_CUDA_ALLOC_CONF, or one of them (default: PyTorch's defaults, and expandable segments). The columns include
         `fits`, `peak_allocated_bytes`, `peak_reserved_bytes`, where the replay fails (`fails_at`, `fails_cell`, `fails_step`)
         with which request (`asked_bytes`), and `smallest_bytes`: the memory of the smallest GPU on which the block fits with
-        these settings, including the CUDA context. Raises UnknownNameError for an unknown GPU.
+        these settings, including the CUDA context. Raises UnknownNameError for an unknown GPU, and TraceError for a trace that
+        doesn't say what was allocated before its recording began.
         """
+        if self._partial:
+            found, do = "the trace doesn't say what was allocated before its recording began", "Measure the run with tk.memory"
+            raise TraceError("a replay on other GPUs", found, do)
         return what_if(self.trace, gpus, settings, device=self.ledger.device)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -358,12 +370,13 @@ def _decorated(function: F, device: Device | str | None = None, lines: bool = Tr
 def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
     """Open a measurement that `MemoryUse.save` wrote, a PyTorch memory snapshot, or another trace that has allocations.
 
+    Traces of recordings, such as those of saved runs, don't say what was allocated before, and their peak is without it.
     Nothing in the file is executed. Raises TraceError if the file is none of them.
     """
     from toolkit.trace.opening import open_trace
 
     trace = open_trace(path)
-    if not {"opening", "elapsed_s"} & trace.meta.keys() and not trace.is_kind("alloc", "free").any():
+    if not _MEASURED & trace.meta.keys() and not trace.is_kind("alloc", "free").any():
         found = "it is a trace without allocations"
         raise TraceError(f"opening the measurement {brief(path)}", found, "Use tk.open_trace, or give a file of m.save")
     return MemoryUse(trace)
