@@ -290,6 +290,10 @@ card = tk.device("virtual:rtx-5090")
 assert torch.vgpu.get_device_name() == card.spec.name
 with pytest.raises(DeviceError, match="virtual:rtx-5090 was opened since"):
     small.sync()
+for use in (small.memory, lambda: tk.budget("1 GiB", small), lambda: tk.load("demo/qwen3", device=small, progress=False)):
+    with pytest.raises(DeviceError, match="virtual:rtx-5090 was opened since"):
+        use()
+assert card.memory().peak_bytes == 0
 assert tk.device("vgpu:0") is card and tk.device("cpu:0").name == "cpu"
 for wrong in ("vgpu:1", "cpu:x", "cpu:1", "cuda:x", "cuda:-1"):
     with pytest.raises(UnknownNameError, match=f"device '{wrong}'"):

@@ -154,7 +154,7 @@ class VirtualGpu(Device):
 
     def memory(self) -> Memory:
         """Return the memory of the virtual GPU as it is now."""
-        memory = self.machine.memory
+        memory = self._in_use().memory
         return Memory(memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes, memory.total_bytes)
 
     def from_tape(self) -> AbstractContextManager[None]:
