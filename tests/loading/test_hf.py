@@ -134,6 +134,11 @@ def test_beside_our_model_of_the_same_weights(pair):
     assert list(unnamed.runs) == ["model 1: token-on-device", "model 2: token-on-device"]
 
 
+def test_a_model_of_transformers_has_no_plan(pair):
+    with pytest.raises(ToolkitError, match=r'a HfModel is not a model of the toolkit.*engine="hf"'):
+        tk.plan(pair["transformers"], "h200")
+
+
 def test_comparisons_of_several_that_cannot_be(pair):
     with pytest.raises(ToolkitError, match="the list of models is empty"):
         tk.compare([], PROMPT)

@@ -290,7 +290,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[..., None], type[ToolkitError], str]] 
     "wrong shape": (configured(intermediate_size=511), FormatError, "[512, 256]"),
     "wrong vocabulary": (configured(vocab_size=299), FormatError, "[300, 256]"),
     "integer weights": (lambda config, tensors: tensors.update({Q: tensors[Q].to(torch.int8)}), FormatError, "I8"),
-    "architecture unknown": (configured(model_type="mamba", architectures=["MambaForCausalLM"]), ModelError, "qwen3"),
+    "architecture unknown": (configured(model_type="mamba", architectures=["MambaForCausalLM"]), ModelError, 'engine="hf"'),
     "architecture missing": (configured(model_type=None), ModelError, "qwen3"),
     "architecture a list": (configured(model_type=["qwen3"]), ModelError, "qwen3"),
     "config field of a text": (configured(hidden_size="256"), ModelError, "hidden_size"),

@@ -292,7 +292,10 @@ def _architecture(name: object, asked: str, classes: object = None) -> ModuleTyp
         return ARCHITECTURES[name]
     what = "it does not state its architecture" if name is None else f"its architecture is {name!r:.60}"
     also = f" ({', '.join(map(str, classes))[:80]})" if isinstance(classes, list) and classes else ""
-    raise ModelError(asked, what + also, f"Supported architectures: {known}", architecture=name, known=list(ARCHITECTURES))
+    do = f"Supported architectures: {known}"
+    if also:
+        do += '. For a folder of another one that transformers has, tk.load(..., engine="hf") works'
+    raise ModelError(asked, what + also, do, architecture=name, known=list(ARCHITECTURES))
 
 
 def _check_counts(path: Path, config: Any, weights: Weights) -> None:

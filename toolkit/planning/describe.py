@@ -102,8 +102,9 @@ def plan(
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
     if isinstance(model, str | os.PathLike):
         shapes, own = describe_parts(model, scheme, dtype, tensor_parallel), _name(model, scheme)
-    elif not hasattr(model, "new_cache"):
-        raise ToolkitError("a plan", f"a {type(model).__name__} is not a model", "Pass a loaded model, a name or a path")
+    elif not isinstance(model, CausalLM) and not hasattr(model, "package"):
+        do = 'Pass a name, a path, or a model of tk.load or tk.load_exported that is not loaded with engine="hf"'
+        raise ToolkitError("a plan", f"a {type(model).__name__} is not a model of the toolkit", do)
     elif scheme is not None or dtype is not None or tensor_parallel != 1:
         asked = (
             f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}, tensor_parallel={tensor_parallel!r}"
