@@ -21,6 +21,7 @@ from toolkit.core.distributed import WHOLE, Shard, check_same
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
 from toolkit.core.progress import check_cancel
+from toolkit.core.units import plural
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s
@@ -363,8 +364,10 @@ def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -
         raise ModelError("generating", f"max_new_tokens={brief(max_new_tokens)}", "Give a whole number of at least 1")
     room = min(most_positions(model), prompt + new - 1) if context is None else check_context(model, context)
     if prompt > room:
-        do = f"Shorten the prompt by {prompt - room:,} tokens" + ("" if context is None else f", or give context={prompt:,}")
-        raise ModelError(f"a prompt of {prompt:,} tokens", f"the context holds {room:,}", do, prompt=prompt, context=room)
+        found, asked = f"the context holds {room:,}", f"a prompt of {plural(prompt, 'token')}"
+        do = f"Shorten the prompt by {plural(prompt - room, 'token')}"
+        do += "" if context is None else f", or give context={prompt:,}"
+        raise ModelError(asked, found, do, prompt=prompt, context=room)
     return room, min(new, room - prompt + 1)
 
 

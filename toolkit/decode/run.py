@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError
 from toolkit.core.schema import convert
-from toolkit.core.units import number_text
+from toolkit.core.units import number_text, plural
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Trace
 
@@ -47,7 +47,8 @@ class Run:
         tokens: The new tokens, including the end-of-sequence token if the model produced one.
         prompt_tokens: The tokens of the prompt.
         strategy: The name of the strategy.
-        stop_reason: Why the text ended: "eos", "stop" (a stop string), "length" or "cancelled".
+        stop_reason: Why the text ended: "eos", "stop" (a stop string), "length" (`max_new_tokens`, or a full context) or
+            "cancelled".
         tok_per_s: The rate at which the host got to know tokens; None for fewer than two tokens.
         clock: The clock of the rate, "measured" or "modelled".
         device: The name of the device.
@@ -114,7 +115,7 @@ class Run:
     def _summary(self) -> str:
         rate = f", {self.rate_text}" if self.rate_text else ""
         name = self.strategy if self.fallback is None else f"{self.strategy} without graphs ({self.fallback})"
-        return f"{name} on {self.device}, {len(self.tokens)} tokens, stopped by {self.stop_reason}{rate}"
+        return f"{name} on {self.device}, {plural(len(self.tokens), 'token')}, stopped by {self.stop_reason}{rate}"
 
     def _shown_text(self) -> str:
         text = self.text or " ".join(map(str, self.tokens))

@@ -44,7 +44,7 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
     found = [integer(i, least=0) for i in ids]
     for given, i in zip(ids, found, strict=True):
         if isinstance(given, str | Mapping):
-            do = "Give one text. Apply the model's chat template to messages first"
+            do = "Give one text. For messages, it is model.tokenizer.chat(messages)"
             raise ModelError("a prompt", "a list of texts or chat messages, which aren't supported", do)
         if i is None or i >= vocab_size:
             raise ModelError(

@@ -13,6 +13,7 @@ import ipywidgets as widgets
 import torch
 
 from toolkit.core.errors import ModelError, RecorderError, ToolkitError
+from toolkit.core.units import plural
 from toolkit.decode.compare import unrecorded, with_rate_of
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
@@ -222,7 +223,7 @@ class GeneratePanel(Panel):
             show("".join(pieces), f"stopped after {len(pieces)} tokens" if modelled else "stopped")
             raise
         self._work.share(begun + 1, asked.passes)
-        show(run.text, _ended(run))
+        show(run.text, _ended(run, asked.options["max_new_tokens"]))
         return run
 
     def _record_all(self, asked: Asked, entries: list[Entry]) -> None:
@@ -297,10 +298,11 @@ def prompt_of(text: str, model: Model | RankedModel) -> str | list[int]:
     return [int(word) for word in words]
 
 
-def _ended(run: Run) -> str:
-    why = {"eos": "end of text", "length": "reached max tokens", "cancelled": "cancelled"}.get(run.stop_reason, run.stop_reason)
+def _ended(run: Run, most: int) -> str:
+    full = "reached max tokens" if len(run.tokens) == most else "the context is full"
+    why = {"eos": "end of text", "length": full}.get(run.stop_reason, run.stop_reason)
     rate = f", {run.rate_text}" if run.rate_text else ""
-    return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
+    return f"{plural(len(run.tokens), 'token')}, {why}{rate}"
 
 
 def _text_html(name: str, prompt: str, text: str, note: str) -> str:
