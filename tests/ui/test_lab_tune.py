@@ -106,6 +106,9 @@ def test_errors_are_told_in_the_panel(app: Lab, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module.tune, "kernels", absent)
     fresh = Lab()
+    fresh.tune.explore()  # in a cell; its button is disabled
+    assert fresh.wait(10)
+    assert "no kernel is chosen" in fresh.tune.status.value
     fresh.tune.list_kernels()
     assert fresh.wait(10)
     assert "pip install triton" in fresh.tune.status.value

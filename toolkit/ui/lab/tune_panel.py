@@ -78,6 +78,8 @@ class TunePanel(Panel):
 
     def _explore(self) -> None:
         kernel, shape, gpus = self.kernel_field.value, self.shape_field.value, self.gpus_field.value
+        if kernel is None:
+            raise ToolkitError("exploring configs", "no kernel is chosen", "Press List the kernels first, and choose one")
         if not gpus:
             raise ToolkitError("exploring configs", "no GPU is chosen", "Choose one or more in the list of GPUs")
         self.tuning, self.view.value = None, ""
