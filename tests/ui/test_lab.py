@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -543,6 +545,31 @@ def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
     time.sleep(0.05)
     app.close()
     assert app.wait(5)
+
+
+def test_a_closed_lab_holds_no_memory(app: Lab) -> None:
+    """ipywidgets holds every widget that is open, and so did the buttons of a closed Lab its model."""
+    other = Lab()
+    loaded(other)
+    other.generate()
+    assert other.wait(10)
+    lost = weakref.ref(other)
+    other.close()
+    del other
+    gc.collect()
+    assert lost() is None
+
+
+def test_a_new_run_closes_the_timeline_of_the_last_one(app: Lab) -> None:
+    """An open one would hold all events of its run until the kernel ends."""
+    loaded(app)
+    shown = []
+    for _ in range(2):
+        app.generate()
+        assert app.wait(10)
+        shown += app.decoding.timeline_box.children
+    assert [timeline.comm is None for timeline in shown] == [True, False]
+    assert shown[0].layout.comm is None
 
 
 def test_an_empty_model_field_is_named(app: Lab) -> None:

@@ -19,6 +19,7 @@ from toolkit.ranks.cluster import Cluster
 from toolkit.ranks.remote import RankedModel
 from toolkit.ui import stills
 from toolkit.ui.assets import style_of
+from toolkit.ui.lab.fields import close
 from toolkit.ui.lab.generate_panel import GeneratePanel
 from toolkit.ui.lab.history import History, copies_html, timeline_of
 from toolkit.ui.lab.load_panel import LoadPanel
@@ -101,9 +102,14 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.work.cancel()
 
     def close(self) -> None:
-        """Cancel the running work, end the processes of a cluster, and remove the app."""
+        """Cancel the running work, end the processes of a cluster, and remove the app.
+
+        Nothing but variables then holds the model and the runs.
+        """
         self.work.cancelled.set()
         self.loading.end_cluster("")
+        for part in self.children:
+            close(part)
         super().close()
 
     def start(self) -> None:

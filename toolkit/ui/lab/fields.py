@@ -32,11 +32,19 @@ def row(*parts: widgets.Widget) -> widgets.HBox:
     return widgets.HBox(parts, layout={"flex_flow": "row wrap"})
 
 
+def close(widget: widgets.Widget) -> None:
+    """Close a widget and its parts. Until then ipywidgets holds each of them, and the Lab whose method a button calls."""
+    for part in (*getattr(widget, "children", ()), getattr(widget, "layout", None), getattr(widget, "style", None)):
+        if isinstance(part, widgets.Widget):
+            close(part)
+    widget.close()
+
+
 def replace_children(box: widgets.Box, *children: widgets.Widget) -> None:
     """Show `children` in `box`, and close what it showed before."""
     old, box.children = box.children, children
     for widget in old:
-        widget.close()
+        close(widget)
 
 
 def path_of(text: str, suffix: str, *others: str) -> Path:

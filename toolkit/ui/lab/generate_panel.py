@@ -167,7 +167,8 @@ class GeneratePanel(Panel):
             do = "Wait until that run or block has ended, because each run of the Lab makes its own recording"
             raise RecorderError("generating in the Lab", f"{asked.device.name} is being recorded", do)
         self._history.runs = {}
-        self.output.value, self.table.value, self.timeline_box.children = "", "", ()
+        self.output.value = self.table.value = ""
+        replace_children(self.timeline_box)
         entries: list[Entry] = []
         shortage: torch.OutOfMemoryError | None = None
         try:
