@@ -29,6 +29,27 @@ from toolkit.ui.lab.history import Entry, copies_html
 from toolkit.ui.progress import CellProgress, ProgressBar
 
 BROKEN = "demo/gemma4"  # it is found, but the stand-in for `load` can't read it
+SOON_S = 60  # on a machine that is busy with other tests
+
+
+class Gate:
+    """Holds the work at the pause with the number `at`, until the test opens it: no test guesses how far a thread has got."""
+
+    def __init__(self, at: int = 1) -> None:
+        self.at, self.count = at, 0
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            self.reached.set()
+            assert self.opened.wait(SOON_S)
+
+
+def held(model: SimpleNamespace, at: int = 1) -> Gate:
+    """Let the next work of the stand-ins wait at a gate."""
+    model.pause = Gate(at)
+    return model.pause
 
 
 class Device:
@@ -46,7 +67,7 @@ def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel
             break
         if prompt == "fail" and i == 3:
             raise ToolkitError("a token", "no <more>", "Ask for less")
-        time.sleep(model.pause_s)
+        model.pause()
         said.append("tick ")
         on_token(i, "tick ")
     model.calls.append((decode, record, options))
@@ -63,7 +84,7 @@ def generates(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Run]) -> 
 
 @pytest.fixture
 def model() -> SimpleNamespace:
-    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0, inner=torch.nn.Linear(3, 2), tokenizer=object())
+    return SimpleNamespace(device=Device(), calls=[], pause=lambda: None, inner=torch.nn.Linear(3, 2), tokenizer=object())
 
 
 @pytest.fixture
@@ -74,7 +95,7 @@ def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
             progress(done << 20, 10 << 20, f"layer.{done}")
             if cancel.is_set():
                 raise CancelledError("loading", "it was cancelled", "Load it again")
-            time.sleep(model.pause_s)
+            model.pause()
         if path == BROKEN:
             raise FormatError(f"loading {path!r}", "a tensor is <missing>", "Check the path")
         return model
@@ -89,22 +110,22 @@ def test_without_a_gpu_the_fields_name_what_to_choose(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     app = Lab(device="cuda")
     app.load()
-    assert app.wait(30)
+    assert app.wait(SOON_S)
     assert "Choose &quot;virtual:h200&quot; or another virtual GPU as Device" in app.loading.status.value
     assert isinstance(app.error, DeviceError)
     assert app.plan.target_field.value == "cuda"
     app.plan.show()
-    assert app.wait(30)
+    assert app.wait(SOON_S)
     assert "or another GPU of the catalogue as Target" in app.plan.status.value
     app.loading.device_field.value = " "
     app.load()
-    assert app.wait(30)
+    assert app.wait(SOON_S)
     assert "its field is empty" in app.loading.status.value
 
 
 def loaded(app: Lab) -> Lab:
     app.loading.load_button.click()
-    assert app.wait(10)
+    assert app.wait(SOON_S)
     return app
 
 
@@ -117,7 +138,7 @@ def test_a_newcomer_sees_tabs_and_one_click_loads_and_compares(app: Lab, model: 
     assert "There are no runs yet" in app.traces.list_view.value
     app.decoding.tokens_field.value = 3
     app.loading.start_button.click()
-    assert app.wait(10)
+    assert app.wait(SOON_S)
     assert app.error is None
     assert TABS[app.tabs.selected_index] == "Generate and compare"
     assert list(app.runs) == ["roundtrip", "double-buffered"]
@@ -136,7 +157,7 @@ def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> 
         app.decoding.seed_field.value,
     ) = 6, 5, 0.9, 42
     app.decoding.generate_button.click()
-    assert app.wait(10)
+    assert app.wait(SOON_S)
     assert app.error is None
     assert list(app.runs) == ["roundtrip", "double-buffered"]
     assert app.run is app.runs["double-buffered"]
@@ -161,14 +182,14 @@ def test_the_model_shows_itself_and_a_scheme_is_passed_on(app: Lab, model: Simpl
     assert "Where the bytes are" in app.loading.model_view.value
     app.loading.model_field.value = BROKEN
     app.load()
-    assert app.wait(10)
+    assert app.wait(SOON_S)
     assert app.loading.model_view.value == ""
 
 
 def test_what_it_costs_is_told_without_loading(app: Lab, model: SimpleNamespace) -> None:
     app.loading.model_field.value, app.loading.scheme_field.value = "random/qwen3-0.6b", "int4"
     app.loading.look_button.click()
-    assert app.wait(30)
+    assert app.wait(SOON_S)
     assert "random/qwen3-0.6b, int4" in app.loading.model_view.value
     assert "nothing is loaded" in app.loading.model_view.value
     assert app.model is None
@@ -176,7 +197,7 @@ def test_what_it_costs_is_told_without_loading(app: Lab, model: SimpleNamespace)
     assert not app.loading.look_button.disabled
     app.loading.model_field.value = "random/qwen3-0.6c"
     app.loading.look()
-    assert app.wait(30)
+    assert app.wait(SOON_S)
     assert "random/qwen3-0.6b" in app.loading.status.value  # the nearest name
 
 
@@ -210,19 +231,28 @@ def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamesp
     loaded(app).decoding.b_field.value = "(none)"
     app.decoding.tokens_field.value = 2
     app.generate()
-    app.wait(10)
+    assert app.wait(SOON_S)
     options = {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
     assert model.calls == [("roundtrip", False, options), ("roundtrip", True, options)]
     assert len(app.decoding.timeline_box.children[0].scene.tracks) == 1
 
 
-def test_text_streams_at_most_ten_times_a_second_and_a_last_time(app: Lab, model: SimpleNamespace) -> None:
+def test_text_streams_at_most_ten_times_a_second_and_a_last_time(
+    app: Lab, model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded(app).decoding.b_field.value = "(none)"
-    model.pause_s, app.decoding.tokens_field.value = 0.004, 200
+    app.decoding.tokens_field.value = 200
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("toolkit.ui.lab.work.time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def pause() -> None:
+        clock.now += 0.004
+
+    model.pause = pause
     seen: list[tuple[float, str]] = []
-    app.decoding.output.observe(lambda change: seen.append((time.monotonic(), change["new"])), "value")
+    app.decoding.output.observe(lambda change: seen.append((clock.now, change["new"])), "value")
     app.generate()
-    app.wait(20)
+    assert app.wait(SOON_S)
     streamed = seen[1:-1]
     assert len(streamed) >= 3
     gaps = [b[0] - a[0] for a, b in pairwise(streamed)]
@@ -232,68 +262,72 @@ def test_text_streams_at_most_ten_times_a_second_and_a_last_time(app: Lab, model
 
 def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
-    model.pause_s, app.decoding.tokens_field.value = 0.01, 4000
+    gate, app.decoding.tokens_field.value = held(model, 5), 4000
     app.generate()
-    time.sleep(0.3)
+    assert gate.reached.wait(SOON_S)
     app.work.cancel_button.click()
     app.work.cancel_button.click()
-    assert app.wait(5)
+    gate.opened.set()
+    assert app.wait(SOON_S)
     assert app.run.stop_reason == "cancelled"
     assert "tick" in app.decoding.output.value
     assert "(roundtrip was not recorded, double-buffered was not started)" in app.decoding.status.value
     assert not app.history.entries
     assert "Generating: cancelled after" in app.work.text.value
-    app.decoding.tokens_field.value, model.pause_s = 3, 0.0
+    app.decoding.tokens_field.value = 3
     app.generate()  # the next one is not cancelled by the last press
-    app.wait(5)
+    assert app.wait(SOON_S)
     assert app.run.stop_reason == "length"
 
 
 def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
     loaded(app).decoding.b_field.value = "(none)"
-    model.pause_s, app.decoding.tokens_field.value = 0.01, 20
+    gate, app.decoding.tokens_field.value = held(model), 20
     for _ in range(5):
         app.decoding.generate_button.click()
         app.loading.load_button.click()
-    app.wait(10)
+    gate.opened.set()
+    assert app.wait(SOON_S)
     assert len(model.calls) == 2  # one without recording, and one recorded
-    threads = [threading.Thread(target=app.generate) for _ in range(8)]
+    gate, threads = held(model), [threading.Thread(target=app.generate) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    app.wait(10)
+    gate.opened.set()
+    assert app.wait(SOON_S)
     assert len(model.calls) == 4
 
 
-def cancelled_while(app: Lab, status: str) -> None:
-    """Generate, and cancel when the status says so."""
+def cancelled_at(app: Lab, gate: Gate, status: str) -> None:
+    """Generate, and cancel at the gate, where the status says so."""
     app.generate()
-    while status not in app.decoding.status.value and app.busy:
-        time.sleep(0.01)
+    assert gate.reached.wait(SOON_S)
+    assert status in app.decoding.status.value
     app.cancel()
-    assert app.wait(5)
+    gate.opened.set()
+    assert app.wait(SOON_S)
 
 
 def test_work_that_cancel_does_not_stop_is_done(app: Lab) -> None:
     under_way, go_on = threading.Event(), threading.Event()
-    app.work.run("Saving", lambda: (under_way.set(), go_on.wait(60)), app.loading.status)
-    assert under_way.wait(60)
+    app.work.run("Saving", lambda: (under_way.set(), go_on.wait(SOON_S)), app.loading.status)
+    assert under_way.wait(SOON_S)
     app.cancel()
     assert "Cancelling" in app.work.text.value
     go_on.set()
-    assert app.wait(60)
+    assert app.wait(SOON_S)
     assert "Saving: done after" in app.work.text.value
 
 
 def test_cancel_while_recording_keeps_what_was_recorded(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
-    model.pause_s, app.decoding.tokens_field.value = 0.01, 50
-    cancelled_while(app, "Recording <b>roundtrip")
+    app.decoding.tokens_field.value = 50
+    cancelled_at(app, held(model, 2 * 50 + 10), "Recording <b>roundtrip")  # both strategies are timed before
     assert "(roundtrip was not recorded, double-buffered was not recorded)" in app.decoding.status.value
     assert not app.history.entries
     assert {run.tokens for run in app.runs.values()} == {tuple(range(50))}  # those of the runs before
-    cancelled_while(app, "Recording <b>double-buffered")
+    cancelled_at(app, held(model, 3 * 50 + 10), "Recording <b>double-buffered")
     assert "(double-buffered was not recorded)" in app.decoding.status.value
     assert [entry.title for entry in app.history.entries.values()] == ["roundtrip, demo/qwen3"]
     assert app.runs["double-buffered"].tokens == tuple(range(50))
@@ -303,7 +337,7 @@ def test_cancel_while_recording_keeps_what_was_recorded(app: Lab, model: SimpleN
 def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
     loaded(app).decoding.prompt_field.value = "fail"
     app.generate()
-    app.wait(5)
+    assert app.wait(SOON_S)
     assert "no &lt;more&gt;" in app.decoding.status.value
     assert "Ask for less" in app.decoding.status.value
     assert isinstance(app.error, ToolkitError)
@@ -325,7 +359,7 @@ def test_a_shortage_of_memory_is_measured_and_explained(app: Lab, monkeypatch: p
     generates(monkeypatch, generate)
     loaded(app).decoding.tokens_field.value = 2
     app.generate()
-    assert app.wait(5)
+    assert app.wait(SOON_S)
     before = [] if short == "roundtrip" else [("roundtrip", False)]
     assert calls == [*before, (short, False), *((name, True) for name, _ in before), (short, True)]
     assert isinstance(app.error, torch.OutOfMemoryError)
@@ -336,18 +370,18 @@ def test_a_shortage_of_memory_is_measured_and_explained(app: Lab, monkeypatch: p
 def test_a_limit_of_no_tokens_is_an_error(app: Lab, model: SimpleNamespace) -> None:
     loaded(app).decoding.tokens_field.value = 0
     app.generate()
-    app.wait(5)
+    assert app.wait(SOON_S)
     assert "at least 1" in app.decoding.status.value
     assert model.calls == []
 
 
 def test_while_a_cell_records_the_last_runs_stay(app: Lab, model: SimpleNamespace) -> None:
     loaded(app).generate()
-    assert app.wait(5)
+    assert app.wait(SOON_S)
     runs, entries = dict(app.runs), dict(app.history.entries)
     model.device.recording = object()
     app.generate()
-    assert app.wait(5)
+    assert app.wait(SOON_S)
     assert runs
     assert "virtual:h200 is being recorded" in app.decoding.status.value
     assert (app.runs, app.history.entries) == (runs, entries)
@@ -362,7 +396,7 @@ def test_a_failure_of_b_leaves_the_run_of_a(app: Lab, monkeypatch: pytest.Monkey
     generates(monkeypatch, generate)
     loaded(app).decoding.tokens_field.value = 2
     app.generate()
-    assert app.wait(5)
+    assert app.wait(SOON_S)
     assert "no more" in app.decoding.status.value
     assert len(app.decoding.timeline_box.children[0].scene.tracks) == 1
     assert "(stopped after 0 tokens)" in app.decoding.output.value
@@ -380,7 +414,7 @@ def test_other_fields_after_a_load_change_nothing_that_was_loaded(app: Lab) -> N
     assert "model = tk.load('demo/qwen3', device='virtual:h200')" in code
     app.decoding.tokens_field.value = 2
     app.generate()
-    assert app.wait(5)
+    assert app.wait(SOON_S)
     app._loaded()
     assert "demo/qwen3 on virtual:h200" in app.state.value
     assert [entry.title for entry in app.history.entries.values()] == ["roundtrip, demo/qwen3", "double-buffered, demo/qwen3"]
@@ -404,13 +438,13 @@ def test_a_late_clock_does_not_draw_over_the_end(app: Lab, monkeypatch: pytest.M
 
     def tick(_: threading.Event) -> None:
         drawing.set()
-        ended.wait(5)
+        ended.wait(SOON_S)
         time.sleep(0.05)
         app.work.draw()
 
     monkeypatch.setattr(app.work, "_tick", tick)
-    app.work.run("Waiting", lambda: (drawing.wait(5), ended.set()), app.loading.status)
-    assert app.wait(5)
+    app.work.run("Waiting", lambda: (drawing.wait(SOON_S), ended.set()), app.loading.status)
+    assert app.wait(SOON_S)
     time.sleep(0.1)
     assert "Waiting: done after" in app.work.text.value
 
@@ -418,7 +452,7 @@ def test_a_late_clock_does_not_draw_over_the_end(app: Lab, monkeypatch: pytest.M
 def test_a_failed_load_leaves_no_model(app: Lab) -> None:
     loaded(app).loading.model_field.value = BROKEN
     app.load()
-    app.wait(5)
+    assert app.wait(SOON_S)
     assert app.model is None
     assert "No model is loaded" in app.decoding.status.value
     assert "Check the path" in app.loading.status.value
@@ -428,7 +462,7 @@ def test_a_failed_load_leaves_no_model(app: Lab) -> None:
 def test_a_load_that_fails_for_generate_does_not_seem_to_go_on(app: Lab) -> None:
     app.loading.model_field.value = BROKEN
     app.generate()
-    assert app.wait(10)
+    assert app.wait(SOON_S)
     assert "Check the path" in app.decoding.status.value
     assert "Nothing is loaded" in app.loading.status.value
 
@@ -441,7 +475,7 @@ def test_a_mistyped_name_keeps_the_model(app: Lab, model: SimpleNamespace, devic
     loaded(app)
     app.loading.device_field.value, app.loading.model_field.value = device, path
     app.load()
-    assert app.wait(10)
+    assert app.wait(SOON_S)
     assert isinstance(app.error, ToolkitError)
     assert told in app.loading.status.value
     assert app.model is model
@@ -449,16 +483,17 @@ def test_a_mistyped_name_keeps_the_model(app: Lab, model: SimpleNamespace, devic
     assert app.loading.model_view.value
     app.decoding.tokens_field.value = 2
     app.generate()
-    assert app.wait(5)
+    assert app.wait(SOON_S)
     assert app.error is None
 
 
 def test_cancel_ends_a_load(app: Lab, model: SimpleNamespace) -> None:
-    model.pause_s = 0.05
+    gate = held(model)
     app.load()
-    time.sleep(0.1)
+    assert gate.reached.wait(SOON_S)
     app.cancel()
-    assert app.wait(5)
+    gate.opened.set()
+    assert app.wait(SOON_S)
     assert app.model is None
     assert "Cancelled" in app.loading.status.value
     assert app.error is None
@@ -540,11 +575,13 @@ def test_the_time_left_is_that_of_the_load_and_not_of_its_download(monkeypatch: 
 
 def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
-    model.pause_s, app.decoding.tokens_field.value = 0.01, 4000
+    gate, app.decoding.tokens_field.value = held(model, 5), 4000
     app.generate()
-    time.sleep(0.05)
+    assert gate.reached.wait(SOON_S)
     app.close()
-    assert app.wait(5)
+    gate.opened.set()
+    assert app.wait(SOON_S)
+    assert gate.count == 5
 
 
 def test_a_closed_lab_holds_no_memory(app: Lab) -> None:
@@ -575,7 +612,7 @@ def test_a_new_run_closes_the_timeline_of_the_last_one(app: Lab) -> None:
 def test_an_empty_model_field_is_named(app: Lab) -> None:
     app.loading.model_field.value = " "
     app.load()
-    app.wait(10)
+    assert app.wait(SOON_S)
     assert "field is empty" in app.loading.status.value
 
 
@@ -590,7 +627,7 @@ def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, a
     monkeypatch.setattr(load_panel, "open_device", open_device)
     second = Lab(device="virtual:rtx-5090")
     second.load()
-    second.wait(10)
+    assert second.wait(SOON_S)
     assert second.error is None
     assert second.model is model
     assert app.model is None
@@ -599,7 +636,7 @@ def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, a
     app.loading.device_field.value = "cuda"  # what fails for another reason takes nothing away
     monkeypatch.setattr(load_panel, "open_device", lambda name: (_ for _ in ()).throw(DeviceError(name, "no CUDA", "")))
     app.load()
-    app.wait(10)
+    assert app.wait(SOON_S)
     assert second.model is model
 
 
