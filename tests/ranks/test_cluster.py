@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,42 @@ SOON_S = 30  # "seconds", on a machine that is busy with other tests
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Cluster]:
-    with tk.cluster("virtual:2xh200", timeout_s=WAIT_S) as opened:
-        yield opened
+def opened() -> Iterator[list[Cluster]]:
+    """The clusters that `pair` has opened."""
+    clusters: list[Cluster] = []
+    yield clusters
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.fixture
+def pair(opened: list[Cluster]) -> Cluster:
+    """Two ranks for all tests. After one that ends them, others may run: pytest-xdist hands tests out in any order."""
+    if not opened or opened[-1].closed:
+        opened.append(tk.cluster("virtual:2xh200"))
+    return opened[-1]
+
+
+@pytest.fixture
+def impatient(pair: Cluster) -> Iterator[Cluster]:
+    """The two ranks, in a group that waits for WAIT_S only: on a machine that stands still, others could be as late."""
+    usual, pair.timeout_s = pair.timeout_s, WAIT_S
+    pair._enter()
+    yield pair
+    pair.timeout_s = usual
+    pair._enter()
+
+
+def when(files: Iterable[Path], then: Callable[[], None]) -> None:
+    """Call `then` in a thread once the ranks have made all of these files, or after SOON_S."""
+
+    def wait() -> None:
+        ends = time.monotonic() + SOON_S
+        while not all(file.exists() for file in files) and time.monotonic() < ends:
+            time.sleep(0.01)
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +115,7 @@ class Card:
 
 @pytest.mark.parametrize(("state", "says"), [("fails", "illegal memory"), ("is still working", "is still working"), ("", "")])
 def test_a_gpu_that_is_not_idle_enters_no_group(state: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_rank, "IDLE_S", 0.2)
+    monkeypatch.setattr(on_rank, "IDLE_S", 0.2 if state == "is still working" else SOON_S)
     card = Card(state)
     with pytest.raises(RankError, match=says) if says else nullcontext():
         on_rank._check_idle(card)
@@ -127,9 +160,10 @@ def test_functions_of_a_notebook_bring_the_names_that_they_use(pair: Cluster, of
 def test_an_error_names_the_rank_and_the_line(pair: Cluster, of_a_notebook: Any) -> None:
     """Rank 0 waits in a collective, which ends long before its timeout."""
     began = time.monotonic()
+    assert pair.timeout_s > 2 * SOON_S
     with pytest.raises(RankError, match=r"rank 1 raised ValueError at .*cell.py:8 \(raise .*\): no such token") as error:
         pair.run(of_a_notebook, 2, fails=True)
-    assert time.monotonic() - began < WAIT_S
+    assert time.monotonic() - began < SOON_S
     assert error.value.facts["rank"] == 1
     assert "Traceback" in error.value.__notes__[0]
     assert str(error.value).endswith("the cluster is still open")
@@ -212,10 +246,10 @@ def one_never_arrives() -> None:
     dist.barrier()
 
 
-def test_a_rank_that_never_arrives_is_named_with_its_line(pair: Cluster) -> None:
+def test_a_rank_that_never_arrives_is_named_with_its_line(impatient: Cluster) -> None:
     with pytest.raises(RankError, match=r"rank 1 did not arrive at a collective .* at .*test_cluster.py:\d+ \((while|time)"):
-        pair.run(one_never_arrives)
-    assert pair.run(allocated) == [0, 0]
+        impatient.run(one_never_arrives)
+    assert impatient.run(allocated) == [0, 0]
 
 
 def measured(ranks: int = 2) -> Any:
@@ -369,13 +403,12 @@ def test_a_divided_model_has_a_trace_of_all_ranks(pair: Cluster, tmp_path: Path)
     assert trace.collectives()["step"].tolist() == [5] * 8 + [6] * 8
 
 
-def test_cancel_interrupts_all_ranks(pair: Cluster) -> None:
-    model, event = tk.load("demo/qwen3", cluster=pair), threading.Event()
-    threading.Timer(1, event.set).start()
-    began = time.monotonic()
+def test_cancel_interrupts_all_ranks(pair: Cluster, tmp_path: Path) -> None:
+    model, event, begun = tk.load("demo/qwen3", cluster=pair), threading.Event(), tmp_path / "begun"
+    when([begun], event.set)
+    options: dict[str, Any] = {"on_token": lambda token, text: begun.touch(), "max_new_tokens": 2000}
     with pytest.raises(CancelledError, match=r"generating on 2 ranks: it was cancelled. .*: the cluster is still open"):
-        tk.generate(model, "The capital of France is", max_new_tokens=2000, cancel=event)
-    assert time.monotonic() - began < SOON_S
+        tk.generate(model, "The capital of France is", cancel=event, **options)
     assert len(tk.generate(model, "The", max_new_tokens=2).tokens) == 2
     model.free()
     with pytest.raises(CancelledError, match="loading 'demo/qwen3' on 2 ranks"):
@@ -399,6 +432,37 @@ def test_collectives_match_after_a_function_that_failed(pair: Cluster) -> None:
     model.free()
 
 
+def waits_for_a_signal(begun: Path) -> None:
+    """Rank 1 waits for rank 0, so it ends when rank 0 is interrupted, also without a signal of its own."""
+    rank = dist.get_rank()
+    begun.with_name(f"begun-{rank}").touch()
+    if rank == 1:
+        dist.barrier()
+    time.sleep(SOON_S)
+
+
+def takes_a_moment() -> int:
+    time.sleep(1)
+    return dist.get_rank()
+
+
+def test_a_late_signal_stops_no_other_function(pair: Cluster, tmp_path: Path) -> None:
+    """On a busy machine, the process that passes a signal on may be late. It is stopped here."""
+    event, begun = threading.Event(), [tmp_path / f"begun-{rank}" for rank in range(2)]
+    (late,) = [each for each in psutil.Process(pair.pids[1]).children() if "ipyparallel.engine.nanny" in each.cmdline()]
+    when(begun, event.set)
+    late.suspend()
+    resumes = threading.Timer(2, late.resume)
+    try:
+        resumes.start()
+        with pytest.raises(CancelledError, match="the cluster is still open"):
+            pair.run_as("waiting", event, waits_for_a_signal, tmp_path / "begun")
+        assert pair.run(takes_a_moment) == [0, 1]
+    finally:
+        resumes.cancel()
+        late.resume()
+
+
 def is_killed() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -406,7 +470,6 @@ def is_killed() -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
-    """The last test of these ranks."""
     model = tk.load("demo/qwen3", cluster=pair)
     processes, began = psutil.Process().children(recursive=True), time.monotonic()
     assert set(pair.pids) <= {each.pid for each in processes}
@@ -446,7 +509,7 @@ def test_bad_clusters_start_no_process(arguments: tuple[Any, ...], error: type[E
     before = psutil.Process().children(recursive=True)
     with pytest.raises(error, match=found):
         tk.cluster(*arguments)
-    assert psutil.Process().children(recursive=True) == before
+    assert set(psutil.Process().children(recursive=True)) <= set(before)  # one of an earlier test may end now
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "silent_s"])
@@ -623,6 +686,24 @@ def test_another_thread_may_close_the_cluster(works: Callable[[Cluster], None]) 
 
     with tk.cluster("cpu", 1) as alone:
         threading.Thread(target=close, daemon=True).start()
+        with pytest.raises(RankError, match="the cluster was closed by another thread"):
+            works(alone)
+
+
+@pytest.mark.parametrize(("works", "sends"), [(runs, "submit"), (spreads, "submit_to_any")])
+def test_another_thread_may_close_the_cluster_just_before_a_function_is_sent(
+    works: Callable[[Cluster], None], sends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tk.cluster("cpu", 1) as alone:
+        send = getattr(alone._engines, sends)
+
+        def closes_first(*args: Any) -> Any:
+            closing = threading.Thread(target=alone.close)
+            closing.start()
+            closing.join()
+            return send(*args)
+
+        monkeypatch.setattr(alone._engines, sends, closes_first)
         with pytest.raises(RankError, match="the cluster was closed by another thread"):
             works(alone)
 

@@ -128,11 +128,15 @@ class Engines:
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of an installed module on a rank. Returns a future, an AsyncResult of ipyparallel."""
+        asked = "running on several ranks"
         try:
             return self._client[self._ids[rank]].apply_async(function, *args)
         except self._gone as error:
             do = "Open a new cluster: tk.cluster(...)"
-            raise RankError("running on several ranks", f"rank {rank} {self.how_it_ended(rank)}", do) from error
+            raise RankError(asked, f"rank {rank} {self.how_it_ended(rank)}", do) from error
+        except RuntimeError:
+            self.check(asked)  # another thread may have closed the client
+            raise
 
     def submit_to_any(self, asked: str, ranks: list[int], function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of an installed module on one of the ranks that is free.
@@ -176,12 +180,22 @@ class Engines:
             found = "ipyparallel's controller has ended, or the cluster was closed by another thread"
             raise RankError(asked, found, "Open a new cluster: tk.cluster(...)")
 
-    def interrupt(self, ranks: Iterable[int]) -> None:
-        """Send SIGINT to those of the ranks whose processes run."""
-        alive = self.alive_ranks(ranks)
+    def interrupt(self, ranks: Iterable[int]) -> Callable[[float], None]:
+        """Send SIGINT to those of the ranks whose processes run. Returns a function that waits until it has arrived there.
+
+        It waits for so many seconds at most.
+        """
+        alive, sent = self.alive_ranks(ranks), []
         with suppress(*self._gone):  # one has ended meanwhile
             if alive:
-                self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in alive], block=False)
+                sent = [self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in alive], block=False)]
+
+        def arrived(seconds: float) -> None:
+            for future in sent:
+                with suppress(Exception):  # a process has ended, or another thread has closed the client
+                    future.result(seconds)
+
+        return arrived
 
     def how_it_ended(self, rank: int) -> str:
         """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)"."""

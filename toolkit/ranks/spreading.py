@@ -50,13 +50,14 @@ class Spread:
                     yield number, rank, outcome
 
     def stop(self) -> bool:
-        """Interrupt what is under way. Return whether all of it has ended."""
-        if self._running:
-            self._engines.interrupt(self._ranks)
+        """Interrupt what is under way. Return whether all of it has ended, and no signal can stop what comes next."""
+        arrived = self._engines.interrupt(self._ranks if self._running else ())
         deadline = time.monotonic() + GRACE_S
         while self._running and self._engines.alive_ranks(self._ranks) and time.monotonic() < deadline:
             self._running = {number: future for number, future in self._running.items() if not future.ready()}
             time.sleep(POLL_S)
+        if not self._running:
+            arrived(GRACE_S)
         return not self._running
 
     def _ended(self) -> list[tuple[int, int, Outcome | None]]:

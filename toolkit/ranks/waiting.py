@@ -55,10 +55,16 @@ class Tasks:
         self._show(end=True)
 
     def interrupt(self) -> None:
-        """Send SIGINT to the ranks that still run, and wait for them for at most GRACE_S."""
+        """Send SIGINT to the ranks that still run, and wait for them for at most GRACE_S.
+
+        A rank may end before its signal arrives, because another one has left a collective. Wait for the signal also then: it
+        would stop the next function.
+        """
         if self.stuck:
-            self._engines.interrupt(self.stuck)
+            arrived = self._engines.interrupt(self.stuck)
             self._wait(GRACE_S)
+            if not self.stuck and not self.dead:  # otherwise the cluster is closed anyway
+                arrived(GRACE_S)
 
     @property
     def stuck(self) -> set[int]:
