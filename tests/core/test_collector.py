@@ -58,12 +58,12 @@ def test_the_last_of_several_threads_turns_it_on() -> None:
     def work() -> None:
         with no_collection():
             entered.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=work)
     with no_collection():
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
     assert not gc.isenabled()
     leave.set()
     thread.join()

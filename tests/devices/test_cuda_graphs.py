@@ -274,7 +274,7 @@ def test_a_gpu_that_stops_is_an_error_not_a_hang(monkeypatch):
 
 
 class OneToken(Gpu):
-    """Plays the GPU: publishes the number 42 as `publish_once` does."""
+    """Plays the GPU: publishes the number 42 as `publish_once` does, `after_s` seconds after its launch, or when it is told."""
 
     def __init__(self, monkeypatch, after_s=0.0):
         super().__init__(monkeypatch)
@@ -291,8 +291,12 @@ class OneToken(Gpu):
 
     def launch_kernel(self, kernel, *rest):
         assert kernel == "publish_once"
-        threading.Timer(self.after_s, self.publish).start()
+        if self.after_s is not None:
+            self.publish_after(self.after_s)
         return (0,)
+
+    def publish_after(self, seconds):
+        threading.Timer(seconds, self.publish).start()
 
     def publish(self):
         self.shared[1] = 42
@@ -309,9 +313,10 @@ def test_a_polled_token(monkeypatch, after_s):
 @pytest.mark.usefixtures("python_handles_interrupts")
 @pytest.mark.parametrize("during", ["launch", "wait"])
 def test_the_memory_of_a_polled_token_outlasts_an_interrupt(monkeypatch, during):
-    gpu = OneToken(monkeypatch, 0.2)
+    gpu = OneToken(monkeypatch, after_s=None)
 
     def interrupted(*_):
+        gpu.publish_after(0.2)
         if during == "launch":
             signal.raise_signal(signal.SIGINT)
         else:

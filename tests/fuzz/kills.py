@@ -173,7 +173,7 @@ def run(writer: Writer, count: int, top: Path, rng: random.Random) -> Tally:
                         step(folder)
                     except (AssertionError, tk.ToolkitError) as error:
                         tally.faults.append(f"{type(error).__name__}: {error}")
-            deadline = time.monotonic() + 5  # worker processes notice the death of the process that started them
+            deadline = time.monotonic() + 60  # worker processes notice the death of the process that started them
             while len(_files(folder)) > len(clean) and time.monotonic() < deadline:
                 time.sleep(0.02)
             found = _files(folder)

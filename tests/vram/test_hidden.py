@@ -226,7 +226,7 @@ def test_variables_of_a_thread_that_a_debugger_watches_are_left_alone():
     def stop(frame, event, _):
         if frame.f_code.co_name == "work" and event == "line" and "x" in frame.f_locals:
             begun.set()
-            ends.wait(10)
+            ends.wait(60)
         return stop
 
     def work():
@@ -240,7 +240,7 @@ def test_variables_of_a_thread_that_a_debugger_watches_are_left_alone():
 
     thread, kept = threading.Thread(target=traced), [tensor()]
     thread.start()
-    begun.wait(10)
+    assert begun.wait(60)
     hidden.listed({})
     ends.set()
     thread.join()
