@@ -141,8 +141,19 @@ def test_an_error_in_a_list_holds_what_its_traceback_holds(monkeypatch):
         pass
     assert list(use.by("owner")["owner"]) == ["failed[0] (its traceback): pinned in fails() (the traceback of ValueError)"]
     assert owners({"failed": failed}) == {}
+    monkeypatch.delattr(sys, "last_exc", raising=False)  # of another test
     monkeypatch.setattr(sys, "last_value", failed.pop(), raising=False)
     assert owners() == {"pinned in fails() (the traceback of ValueError)": 4 * MiB}
+
+
+def test_a_machine_that_stands_still_during_a_search_hides_no_garbage(monkeypatch):
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr(hidden, "thread_time", lambda: next(hours))
+    pair()
+    assert owners() == {"garbage: Node.other.data[0]": 4 * MiB}
+    pair()
+    monkeypatch.setattr(hidden, "_LEAST_LOOKED_AT", 0)  # as if there were very many objects
+    assert owners() == {}
 
 
 def test_advice_on_reference_cycles(monkeypatch):

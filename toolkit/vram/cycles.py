@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
-from time import thread_time
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +21,12 @@ import torch
 _WIDEST = 256  # objects whose referrers are found at once: each one is compared with every reference of the process
 
 
-def garbage(objects: list[Any], ends_s: float) -> tuple[list[Any], list[Any]]:
+def garbage(objects: list[Any], over: Callable[[], bool]) -> tuple[list[Any], list[Any]]:
     """Return which of `objects`, and of the objects that refer to them, are garbage and which are alive, the nearest first.
 
-    A tensor that only C++ refers to, because an autograd graph saved it, is in neither result. If the search isn't over at
-    `ends_s` (of `thread_time`), the undecided objects count as alive. The caller must keep the collector from running, and
-    hold no reference to an element of `objects` but this list.
+    A tensor that only C++ refers to, because an autograd graph saved it, is in neither result. `over` is called before each
+    look at all objects of the process. Once it returns True, the undecided objects count as alive. The caller must keep the
+    collector from running, and hold no reference to an element of `objects` but this list.
     """
     members: dict[int, Any] = {}  # by id
     children: dict[int, list[int]] = {}  # id of an object -> ids of the members that it refers to
@@ -36,7 +36,7 @@ def garbage(objects: list[Any], ends_s: float) -> tuple[list[Any], list[Any]]:
     while new:  # no variable of this function may refer to a member, which would count as a reference
         counts = dict(zip(map(id, new), _references(new), strict=True))
         members.update(zip(counts, new, strict=True))
-        if len(new) > _WIDEST or thread_time() > ends_s:
+        if len(new) > _WIDEST or over():
             alive.update(counts)
             break
         above = [one for one in gc.get_referrers(*new) if one is not new and one is not members]

@@ -10,8 +10,9 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from time import thread_time
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ from toolkit.vram.owners import Holder, Place
 GARBAGE = "garbage"
 _LEAST = 1 << 20  # bytes without an owner below which no more are searched for, because a search takes 0.1 s and more
 _MOST_S = 2.0  # seconds of processor time of a search
+_LEAST_LOOKED_AT = 4_000_000  # objects of a search in any case: a virtual machine may stand still, and this time passes
 _AT_ONCE = 16  # tensors of one search
 _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
@@ -196,21 +198,27 @@ def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
     """Return the owner of memory on GPUs that only the garbage collector can free. `known` is the memory found before."""
     found: dict[Place, Holder] = {}
     alive = set(known)
-    ends_s = thread_time() + _MOST_S
+    over = _limit()
     with no_collection():
         places = _tensors()
-        while thread_time() < ends_s:
+        while not over():
             places = {i: place for i, place in places.items() if place not in alive and place not in found}
             some = set(list(places)[:_AT_ONCE])
             if not some:
                 break
-            dead, living = garbage([value for value in gc.get_objects() if id(value) in some], ends_s)
+            dead, living = garbage([value for value in gc.get_objects() if id(value) in some], over)
             alive |= owners.walk(("", one) for one in living).keys()
             found |= _owners_in(dead, {places[i] for i in some} - alive)
             places = {i: place for i, place in places.items() if i not in some}
             del dead, living
     only = {place: held for place, held in found.items() if place not in alive}
     return {place: Holder(f"garbage: {held.owner}", GARBAGE, held.bytes) for place, held in only.items()}
+
+
+def _limit() -> Callable[[], bool]:
+    """Return a function to be called before each look at all objects: it says whether the search has taken too long."""
+    ends_s, looks, least = thread_time() + _MOST_S, count(), _LEAST_LOOKED_AT // (len(gc.get_objects()) + 1)
+    return lambda: next(looks) >= least and thread_time() > ends_s
 
 
 def _unnamed(known: Mapping[Place, Holder]) -> bool:
