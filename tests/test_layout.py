@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.speed import within
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "toolkit"
 # From the bottom up: a file imports only from its own package and from packages to the left.
@@ -172,7 +174,7 @@ def test_import_is_free_makes_no_virtual_gpu_and_asks_no_gpu() -> None:
     runs = [line.split(maxsplit=1) for line in after_torch(code, times=3)]
     assert len(runs) == 3
     assert all(loaded == "[]" for _, loaded in runs), runs
-    assert min(float(seconds) for seconds, _ in runs) < 0.2
+    assert within(min(float(seconds) for seconds, _ in runs), 0.2)
 
 
 def test_readme_tree_lists_the_packages() -> None:

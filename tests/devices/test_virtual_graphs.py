@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import toolkit as tk
+from tests.speed import within
 from toolkit.core.errors import DeviceError
 from toolkit.core.units import GiB, MiB
 from toolkit.gpu.opening import open_device
@@ -533,9 +534,9 @@ class TestModel:
     def test_sizes_only(self, gpu):
         step = Decode("random/qwen3-8b", gpu, 4096, scheme="q4_k_m")
         step.position.zero_()
-        start = time.perf_counter()
+        start = time.process_time()
         loop = gpu.capture_loop(step, step.token)
         times = [at for _, at in loop.run(4, (), never)]
-        assert time.perf_counter() - start < 10
+        assert within(time.process_time() - start, 10)
         assert step.position.item() == 3
         assert 1e6 < times[2] - times[1] < 3e6  # an H200 replays this step in about 2 ms

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import toolkit as tk
+from tests.speed import within
 from tests.trace.test_trace import random_trace, same
 from toolkit.core.errors import TraceError
 from toolkit.trace.columns import KINDS
@@ -367,7 +368,7 @@ def test_many_events_that_overlap_are_written_in_seconds(tmp_path):
     for i in range(30_000):
         builder.add("kernel", i, 10**6 + i, stream=0)
     path = builder.build({}).to_chrome(tmp_path / "a.json")
-    assert time.process_time() - began < 10  # 40 s, if each event is compared with all that overlap it
+    assert within(time.process_time() - began, 10)  # 40 s, if each event is compared with all that overlap it
     events = json.loads(path.read_text())["traceEvents"]
     assert len({event["tid"] for event in events if event["ph"] == "X"}) == 16
 
@@ -436,4 +437,4 @@ def test_two_hundred_megabytes_open_in_bounded_time_and_memory(tmp_path):
     path.unlink()
     elapsed_s = min(time.monotonic() - start, 1.5 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before))
     assert done.stdout.split() == [str(steps - 1), str(steps * 866)]  # 433 launches
-    assert elapsed_s < 20
+    assert within(elapsed_s, 20)
