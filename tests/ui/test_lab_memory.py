@@ -145,7 +145,7 @@ def test_out_of_memory_in_a_load_says_who_held_what(app: Lab, monkeypatch: pytes
     assert "tk-why" not in panel.budget_status.value  # of that error alone
 
 
-def test_out_of_memory_in_a_generation_proposes_something(app: Lab) -> None:
+def test_out_of_memory_in_a_generation_proposes_something(app: Lab, empty_card) -> None:
     app.loading.model_field.value, app.decoding.prompt_field.value = "random/qwen3-0.6b", " ".join(map(str, range(400)))
     app.decoding.b_field.value, panel = "(none)", app.memory
     app.load()
