@@ -1,5 +1,9 @@
 """Tests of guessing the steps of a recording without step markers, and of marking them as guessed."""
 
+import pytest
+import torch
+
+import toolkit as tk
 from toolkit.trace.assemble import with_guessed_steps
 from toolkit.trace.events import TraceBuilder
 
@@ -24,6 +28,7 @@ def decode_loop(steps_from=None):
 def test_a_recording_without_steps_gets_them_guessed_waits_included():
     trace = with_guessed_steps(decode_loop())
     assert trace.meta["steps_from"] == "guessed"
+    assert repr(trace) == "Trace(unknown device: 16 kernel, 6 d2h, 6 sync, 6 alloc; steps are guessed)"
     table = trace.copies().set_index("step")
     assert table.index.tolist() == [0, 1, 2, 3, 4, 5]
     assert table["d2h_count"].tolist() == [1] * 6
@@ -34,6 +39,7 @@ def test_a_recording_without_steps_gets_them_guessed_waits_included():
 def test_steps_that_are_known_stay_and_no_pattern_is_no_step():
     known = decode_loop(steps_from="marks")
     assert with_guessed_steps(known) is known
+    assert "guessed" not in repr(known)
     builder = TraceBuilder()
     for i, name in enumerate("abcdefg"):
         builder.add("kernel", i, 1, name=name)
@@ -41,3 +47,26 @@ def test_steps_that_are_known_stay_and_no_pattern_is_no_step():
     assert with_guessed_steps(lone) is lone
     empty = TraceBuilder().build({})
     assert with_guessed_steps(empty) is empty
+
+
+@pytest.mark.parametrize("new", [4, 16])
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_step_0_of_an_unmodified_generate_is_the_prefill(new, options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, eos_token_id=2
+        )
+    )
+    gpu, ids = tk.device("virtual:h200"), torch.tensor([[1, 5, 3]])
+    with tk.record(gpu) as trace:  # the model reads back while it sets up, and with a dynamic cache twice in a step
+        model.to(gpu.torch).generate(
+            ids.to(gpu.torch), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **options
+        )
+    table = trace.copies()
+    assert table["step"].tolist() == list(range(new))
+    assert table["kernels"].idxmax() == 0
+    assert table["kernels"][1:].max() - table["kernels"][1:].min() <= 1
+    assert table["d2h_count"][1:].nunique() == 1
+    assert repr(trace).endswith("; steps are guessed)")

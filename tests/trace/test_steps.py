@@ -132,6 +132,47 @@ def test_what_follows_the_last_read_back_is_in_no_step():
     np.testing.assert_array_equal(guess_steps(*more), np.append(truth, [-1, -1]))
 
 
+ONE, CHECK = [*range(1, 25), 30], [60, 61, 30]  # a step, and another that reads as many bytes back
+
+
+def guessed(*parts):
+    """Return the guessed step of each part (or those of its events, if they differ). Code 30 is a copy to the host."""
+    codes = np.concatenate(parts)
+    steps = np.split(guess_steps(codes, codes == 30), np.cumsum([len(part) for part in parts])[:-1])
+    return [found[0] if len(set(found.tolist())) == 1 else found.tolist() for found in steps]
+
+
+@pytest.mark.parametrize("checks", [1, 2, 5])
+@pytest.mark.parametrize("steps", [4, 6, 40])
+@pytest.mark.parametrize("prefill", [ONE, [*ONE[:8], 70, *ONE[8:]], ONE[:-3] * 2 + ONE], ids=["alike", "similar", "long"])
+def test_read_backs_during_set_up_and_the_prefill_are_in_step_0(checks, steps, prefill):
+    assert guessed(*[CHECK] * checks, prefill, *[ONE] * steps) == [0] * (checks + 1) + list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("steps", [4, 40])
+def test_the_last_of_two_read_backs_of_a_step_ends_it(steps):
+    begin, decode = [80, 81, 30], [step for step in range(1, steps + 1) for _ in range(2)]
+    assert guessed(CHECK, begin, ONE, *[begin, ONE] * steps) == [0, 0, 0, *decode]
+    chunk = begin + ONE[:-4]  # of a prefill in two chunks
+    assert guessed(CHECK, chunk, begin, ONE, *[begin, ONE] * steps) == [0, 0, 0, 0, *decode]
+
+
+def test_a_prefill_that_samples_in_another_way_stays_a_step():
+    prefill = [*ONE[:-2], 70, 30]
+    assert guessed(prefill, *[ONE] * 10) == list(range(11))
+    assert guessed(CHECK, CHECK, prefill, *[ONE] * 10) == [0, 0, *range(11)]
+
+
+def test_read_backs_after_the_last_step_are_in_no_step():
+    assert guessed(ONE, *[ONE] * 10, CHECK, CHECK) == [*range(11), -1, -1]
+
+
+def test_a_loop_that_reads_back_in_several_ways_keeps_its_steps():
+    other = [*ONE[:-2], 70, 30]
+    assert guessed(*[ONE, other] * 6) == list(range(12))
+    assert guessed(*[other] * 2, *[ONE] * 8, *[other] * 2) == list(range(12))
+
+
 @pytest.mark.parametrize(
     "codes",
     [[], [1], [1, 1], np.arange(100), np.zeros(100, int), np.random.default_rng(1).integers(0, 80, 300)],

@@ -134,7 +134,8 @@ class Trace:
             return "Trace(still recording)"
         counts = np.bincount(self["kind"], minlength=len(KINDS))
         parts = [f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n]
-        return f"Trace({self.meta.get('device', 'unknown device')}: {', '.join(parts) or 'no events'})"
+        guessed = "; steps are guessed" if self.meta.get("steps_from") == "guessed" else ""
+        return f"Trace({self.meta.get('device', 'unknown device')}: {', '.join(parts) or 'no events'}{guessed})"
 
     def text(self, column: str) -> list[str | None]:
         """Return a text column decoded, with None for events that have no text.

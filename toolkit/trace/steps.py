@@ -30,6 +30,8 @@ _PYTORCH = re.compile(  # ranges that PyTorch and NCCL write
 )
 _STEPLIKE = re.compile(r"step|iter|decode|token|forward|generat", re.IGNORECASE)
 
+_Periodic = tuple[float, NDArray[np.int64]]  # the period and the positions of events
+
 
 class Range(NamedTuple):
     """A named range of host time, in ns."""
@@ -130,21 +132,23 @@ def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] |
     A decode loop reads a token back at the end of each step, so the copy to the host with the longest regular period ends the
     steps; if there is none, the events with the longest common period begin them. Events before the first period get step 0
     (the prefill), events after the last one -1.
+
+    Programs also read back while they set up, or twice in a step, and often as many bytes. The two events before a copy tell
+    such copies apart, because they are the same in each step.
     """
     code, readback = np.asarray(names, np.int64), np.asarray(is_readback, bool)
     n = len(code)
-    order = np.argsort(code, kind="stable")
-    cuts = np.flatnonzero(np.diff(code[order])) + 1
-    candidates: list[tuple[float, NDArray[np.int64], bool]] = []  # period, positions, is_readback
-    for positions in np.split(order, cuts) if n else []:
-        period = _period(positions, n)
-        if period is not None:
-            candidates.append((period, positions, bool(readback[positions[0]])))
-    if not candidates:
-        return None
     at = np.arange(n)
-    readbacks = (c[1] for c in sorted(candidates, key=lambda c: (-c[0], -len(c[1]))) if c[2])
-    for positions in islice(readbacks, _TRIED):
+    follows = _follows(code, np.flatnonzero(readback))
+    candidates: list[_Periodic] = []
+    ends: list[_Periodic] = []
+    for positions in _groups(at, code):
+        found = _regular([positions], n)
+        candidates += found
+        if readback[positions[0]]:
+            ends += found or _regular(_groups(positions, follows), n)
+    for positions in islice(_longest(ends), _TRIED):
+        positions = _without_strays(code, positions, follows[positions])
         if _repeats(code, positions):
             step = np.searchsorted(positions, at, side="left")  # the read-back itself belongs to the step it ends
             return np.where(at > positions[-1], -1, step).astype(np.int32)
@@ -154,6 +158,26 @@ def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] |
             tail = at >= positions[-1] + round(float(np.median(np.diff(positions))))
             return np.where(tail, -1, step if positions[0] else step - 1).astype(np.int32)
     return None
+
+
+def _groups(positions: NDArray[np.int64], label: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Split positions into those of equal label, each group in order. `label` [N] has the label of every event."""
+    ordered = positions[np.argsort(label[positions], kind="stable")]
+    return np.split(ordered, np.flatnonzero(np.diff(label[ordered])) + 1) if len(ordered) else []
+
+
+def _follows(code: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return labels [N] that are equal for those of `positions` that come after the same two events (0 elsewhere)."""
+    padded = np.concatenate([[-1, -1], code])
+    one, two = (np.unique(padded[positions + k], return_inverse=True)[1] for k in (0, 1))
+    label = np.zeros(len(code), np.int64)
+    label[positions] = one * (len(positions) + 1) + two
+    return label
+
+
+def _regular(groups: list[NDArray[np.int64]], n: int) -> list[_Periodic]:
+    """Return the period and the positions of each group that has a period."""
+    return [(period, positions) for positions in groups if (period := _period(positions, n)) is not None]
 
 
 def _period(positions: NDArray[np.int64], n: int) -> float | None:
@@ -166,18 +190,56 @@ def _period(positions: NDArray[np.int64], n: int) -> float | None:
     return median if median >= 2 and regular.mean() >= _ENOUGH else None
 
 
+def _longest(found: list[_Periodic]) -> Iterator[NDArray[np.int64]]:
+    """Iterate over positions, the longest period first.
+
+    Of nearly equal periods, those that occur about as often as the most frequent one come first, the last to end before others.
+    """
+    left = sorted(found, key=lambda c: -c[0])
+    while left:
+        near = [positions for period, positions in left if period >= 0.9 * left[0][0]]
+        enough = _ENOUGH * max(map(len, near))
+        yield from sorted(near, key=lambda positions: (len(positions) < enough, -int(positions[-1]), -len(positions)))
+        left = left[len(near) :]
+
+
+def _without_strays(code: NDArray[np.int64], positions: NDArray[np.int64], follows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the read-backs without those at both ends that are not of the loop, such as checks during set-up.
+
+    Those follow other events than most read-backs do, and the events since the read-back before them are unlike a step: they
+    lack most events of the step next to them. `follows` has the labels of `positions`.
+    """
+    labels, counts = np.unique(follows, return_counts=True)
+    usual = np.flatnonzero(follows == labels[np.argmax(counts)])
+    if len(usual) < _REPEATS or 2 * len(usual) <= len(positions):
+        return positions
+    parts = np.split(code, positions + 1)  # part i ends with the read-back i
+    first, last = int(usual[0]), int(usual[-1])
+    while first and 2 * _shared(parts[first - 1], parts[first]) >= len(parts[first]):
+        first -= 1
+    while last + 1 < len(positions) and 2 * _shared(parts[last + 1], parts[last]) >= len(parts[last]):
+        last += 1
+    return positions[first : last + 1]
+
+
+def _shared(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
+    """Return how many events two parts have in common, in any order."""
+    (in_one, n_one), (in_two, n_two) = (np.unique(part, return_counts=True) for part in (one, two))
+    _, i, j = np.intersect1d(in_one, in_two, assume_unique=True, return_indices=True)
+    return int(np.minimum(n_one[i], n_two[j]).sum())
+
+
 def _repeats(code: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
     """Return whether adjacent periods between positions mostly contain the same events (in the median)."""
     pick = np.unique(np.linspace(0, len(positions) - 3, min(len(positions) - 2, 64)).round().astype(int))
     shared = []
     for i in pick.tolist():
-        (one, n_one), (two, n_two) = (np.unique(code[positions[k] : positions[k + 1]], return_counts=True) for k in (i, i + 1))
-        _, in_one, in_two = np.intersect1d(one, two, assume_unique=True, return_indices=True)
-        shared.append(np.minimum(n_one[in_one], n_two[in_two]).sum() / max(n_one.sum(), n_two.sum()))
+        one, two = (code[positions[k] : positions[k + 1]] for k in (i, i + 1))
+        shared.append(_shared(one, two) / max(len(one), len(two)))
     return float(np.median(shared)) >= _SHARED
 
 
-def _common_periods(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> Iterator[NDArray[np.int64]]:
+def _common_periods(candidates: list[_Periodic]) -> Iterator[NDArray[np.int64]]:
     """Iterate over the possible start positions of periods: periods shared by several events first, then the longest first.
 
     Of the events that share a period, the first one begins the step. Periods of a single event come last, since it may be
@@ -187,7 +249,7 @@ def _common_periods(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> 
     periods, alone = np.array([c[0] for c in longest]), []
     firsts = np.searchsorted(-periods, -1.1 * periods, side="left")
     ends = np.searchsorted(-periods, -0.9 * periods, side="right")
-    for (_, positions, _), first, end in zip(longest, firsts.tolist(), ends.tolist(), strict=True):
+    for (_, positions), first, end in zip(longest, firsts.tolist(), ends.tolist(), strict=True):
         if end - first >= 2:
             yield min((c[1] for c in longest[first:end]), key=lambda positions: int(positions[0]))
         else:
