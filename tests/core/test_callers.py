@@ -1,5 +1,8 @@
 """Whose code a line is: the user's own, or an installed package's."""
 
+import subprocess
+import sys
+
 import pytest
 
 from toolkit.core import callers
@@ -20,6 +23,47 @@ def test_packages_in_a_folder_of_their_own_are_not_the_users_code(tmp_path, monk
         monkeypatch.syspath_prepend(folder)
     assert callers.is_installed(str(packages / "some" / "module.py"))
     assert not callers.is_installed(str(project / "train.py"))
+
+
+def test_lines_that_only_call(tmp_path):
+    text = """import sys
+x = main()
+if __name__ == "__main__":
+    main()
+    sys.exit(
+        main()
+    )
+    raise SystemExit(main())
+with scope():
+    main()
+"""
+    script, broken = tmp_path / "script.py", tmp_path / "broken.py"
+    script.write_text(text)
+    broken.write_text("main(\n")
+    lines = range(1, text.count("\n") + 1)
+    assert [line for line in lines if callers.only_calls(str(script), line)] == [4, 5, 6, 7, 8]
+    assert not any(callers.only_calls(str(file), 1) for file in (broken, tmp_path / "missing.py", "<stdin>"))
+
+
+MAIN = """
+import torch, toolkit as tk
+def make():
+    return torch.ones(1 << 20, device="vgpu")
+def main():
+    tk.device("virtual:8GiB")
+    with tk.memory() as m:
+        kept = make()
+        more = [make() for _ in range(2)]
+    print(m.by("line").line.tolist())
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_memory_of_a_script_with_a_main_function_has_useful_lines(tmp_path):
+    (tmp_path / "train.py").write_text(MAIN)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "['train.py:9', 'train.py:8']\n"
 
 
 @pytest.mark.parametrize("line", ["\N{SUPERSCRIPT TWO}", "9" * 5000, "-1", ""])

@@ -70,6 +70,13 @@ def test_what_called_a_module_is_no_user_code():
     assert chain(frames) == "/me/a.py:3"
 
 
+def test_a_line_of_a_script_that_only_calls_is_left_out():
+    stack = [{"name": name, "filename": "/me/a.py", "line": i} for i, name in enumerate(["make", "main", "<module>"], 1)]
+    assert chain(stack) == "/me/a.py:3 > /me/a.py:1"
+    assert chain(stack, only_calls=lambda file, line: (file, line) == ("/me/a.py", 3)) == "/me/a.py:2 > /me/a.py:1"
+    assert chain(stack[2:], only_calls=lambda file, line: True) == "/me/a.py:3"
+
+
 def test_names_of_files_can_be_shortened_otherwise():
     assert of(CELL, *KERNEL, shorten=lambda file: "cell 7") == "cell 7:3"
 

@@ -6,6 +6,7 @@ and notebook cells as "cell 7". IPython is looked up in `sys.modules` and never 
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import linecache
 import os
@@ -86,8 +87,8 @@ def is_installed(filename: str) -> bool:
 def chain() -> str | None:
     """Return the lines that led to an allocation, "cell 7:3 > model.py:41": the user's outermost frame and the innermost one.
 
-    The outermost frame is in the user's own cell or script; the innermost is the one that `caller` returns. If both are the
-    same line, it is returned once.
+    The outermost frame is in the user's own cell or script, without a line that `only_calls`; the innermost is the one that
+    `caller` returns. If both are the same line, it is returned once.
     """
     frame: FrameType | None = sys._getframe(1)
     inner = outer = None
@@ -101,8 +102,10 @@ def chain() -> str | None:
         if inner is None and not _library[filename]:
             inner = frame
         if not installed:
-            outer = frame
-            if frame.f_code.co_name == "<module>":  # frames above the module's code belong to a launcher
+            module = frame.f_code.co_name == "<module>"
+            if outer is None or not (module and only_calls(filename, frame.f_lineno)):
+                outer = frame
+            if module:  # frames above the module's code belong to a launcher
                 break
         frame = frame.f_back
     if inner is None:
@@ -114,9 +117,32 @@ def chain() -> str | None:
     return text if first == text else f"{first} > {text}"  # a comprehension has a frame of its own on the same line
 
 
+def only_calls(filename: str, line: int) -> bool:
+    """Return whether a line of a script is a statement such as `main()`, at the top level or below an `if` there.
+
+    A whole program runs in such a line, so it says nothing about an allocation. `x = make()` says which call made it.
+    """
+    return not filename.startswith("<") and not _is_cell(filename) and line in _calling_lines(filename)
+
+
+@lru_cache(maxsize=256)
+def _calling_lines(filename: str) -> frozenset[int]:
+    try:
+        top = ast.parse("".join(linecache.getlines(filename))).body
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+    below = [each for statement in top if isinstance(statement, ast.If) for each in statement.body]
+    calls = [each for each in (*top, *below) if isinstance(each, ast.Expr | ast.Raise)]  # raise SystemExit(main())
+    return frozenset(line for each in calls for line in range(each.lineno, (each.end_lineno or each.lineno) + 1))
+
+
+def _is_cell(filename: str) -> bool:
+    return "ipykernel_" in filename or filename.startswith("<ipython-input")
+
+
 def short_path(filename: str) -> str:
     """Return a short path: relative to site-packages or to the working directory, or "cell N" for a notebook cell."""
-    if "ipykernel_" in filename or filename.startswith("<ipython-input"):
+    if _is_cell(filename):
         return cell_name(filename)  # not cached: the same text may run again as another cell
     return _short_file(filename)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from toolkit.core.callers import current_cell, is_installed, short_path
+from toolkit.core.callers import current_cell, is_installed, only_calls, short_path
 from toolkit.gpu.allocation_log import StepRange, log
 from toolkit.trace.assemble import KIND, Strings, from_columns
 from toolkit.trace.events import Trace
@@ -129,7 +129,7 @@ class Table:
         key = tuple(map(id, frames))
         code = self._known.get(key)
         if code is None:
-            text = chain(frames, short_path, _FILES)
+            text = chain(frames, short_path, _FILES, only_calls)
             code = self._known[key] = -1 if text is None else self._strings.code(text)
         return code
 

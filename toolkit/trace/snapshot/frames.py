@@ -53,11 +53,15 @@ class Kinds(dict[str, "str | None"]):
 BY_PATH = Kinds()
 
 
-def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None, kinds: Kinds = BY_PATH) -> str | None:
+def chain(
+    frames: Iterable[Frame], shorten: Callable[[str], str] | None = None, kinds: Kinds = BY_PATH,
+    only_calls: Callable[[str, int], bool] = lambda file, line: False,
+) -> str | None:  # fmt: skip
     """Return the `where` of `frames` (innermost first): "OUTER > INNER", one line if both are equal, None without Python.
 
-    OUTER is the outermost line of the user's code. INNER is the innermost Python line outside torch, Triton and contextlib, or
-    the innermost Python line if there is no other. `shorten` maps a file name to the displayed name (default: `short_file`).
+    OUTER is the outermost line of the user's code, without a line of a script that `only_calls` its functions. INNER is the
+    innermost Python line outside torch, Triton and contextlib, or the innermost Python line if there is no other. `shorten`
+    maps a file name to the displayed name (default: `short_file`).
     """
     outer: Frame | None = None
     inner: Frame | None = None
@@ -71,8 +75,10 @@ def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None, 
         if inner is None and kind != "machinery":
             inner = frame
         if kind == "user":
-            outer = frame
-            if frame["name"] == "<module>":  # the frames outside a module belong to its launcher
+            module = frame["name"] == "<module>"
+            if outer is None or not (module and only_calls(frame["filename"], frame["line"])):
+                outer = frame
+            if module:  # the frames outside a module belong to its launcher
                 break
     inner = inner or innermost
     if inner is None:
