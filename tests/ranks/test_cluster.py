@@ -441,25 +441,31 @@ def waits_for_a_signal(begun: Path) -> None:
     time.sleep(SOON_S)
 
 
-def takes_a_moment() -> int:
+def takes_a_moment(begun: Path) -> int:
+    begun.touch()
     time.sleep(1)
     return dist.get_rank()
 
 
-def test_a_late_signal_stops_no_other_function(pair: Cluster, tmp_path: Path) -> None:
-    """On a busy machine, the process that passes a signal on may be late. It is stopped here."""
-    event, begun = threading.Event(), [tmp_path / f"begun-{rank}" for rank in range(2)]
+def test_a_late_signal_stops_no_other_function(pair: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that passes a signal on is stopped until the signal is waited for, or the next function has begun."""
+    event, begun, again = threading.Event(), [tmp_path / f"begun-{rank}" for rank in range(2)], tmp_path / "again"
     (late,) = [each for each in psutil.Process(pair.pids[1]).children() if "ipyparallel.engine.nanny" in each.cmdline()]
+    interrupt = pair._engines.interrupt
+
+    def resumes(ranks: Iterable[int]) -> Callable[[float], None]:
+        arrived = interrupt(ranks)
+        return lambda seconds: (late.resume(), arrived(seconds))[1]
+
+    monkeypatch.setattr(pair._engines, "interrupt", resumes)
     when(begun, event.set)
+    when([again], late.resume)
     late.suspend()
-    resumes = threading.Timer(2, late.resume)
     try:
-        resumes.start()
         with pytest.raises(CancelledError, match="the cluster is still open"):
             pair.run_as("waiting", event, waits_for_a_signal, tmp_path / "begun")
-        assert pair.run(takes_a_moment) == [0, 1]
+        assert pair.run(takes_a_moment, again) == [0, 1]
     finally:
-        resumes.cancel()
         late.resume()
 
 
