@@ -15,6 +15,16 @@ CONTEXT = 512
 collect_ignore_glob = [] if shutil.which("g++") else ["test_*.py"]  # tests/conftest.py says so at the end
 
 
+WAITS_S = 600  # for a package that another worker compiles, on a machine that is busy
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(WAITS_S))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory):
     """Pieces are compiled once for all tests, in a folder of this run."""
