@@ -102,7 +102,7 @@ def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
     order, found = [key for key, _ in excess.most_common(5)], list[Blame]()
 
     now = memory_by_line(ledger, lines)
-    more = +Counter({key: now[key].allocated - known[key].allocated for key in now}) if before else Counter[str]()
+    more = +Counter({key: now[key].allocated - known[key].allocated for key in now}) if before is not None else Counter[str]()
     if 2 * sum(excess[key] for key in excess if more[key]) >= excess.total():  # most of it was not allocated before
         large = {key for key, n in more.items() if n >= _SHARE * excess.total()}
         began = ((i, lines.key(places[i])) for i in np.flatnonzero(ledger.blocks.begin >= ledger.opening).tolist())
