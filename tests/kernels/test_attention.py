@@ -318,6 +318,19 @@ def test_more_splits_than_scratch_are_refused():
         ATTENTION_DECODE.run(shape, Config(block_n=16, splits=5), ATTENTION_DECODE.inputs(shape, HERE))
 
 
+def test_short_contexts_of_different_lengths_share_a_program():
+    """A ring is as short as the context, which would be a new program for each length of a prompt."""
+
+    def constants(slots):
+        shape = PrefillShape(4, 2, 32, slots, 64, tokens=8, ring=True)
+        inputs = ATTENTION_PREFILL.inputs(shape, "meta")
+        config = ATTENTION_PREFILL.space(shape)[0]
+        (launch,) = ATTENTION_PREFILL.launches(shape, config, inputs, ATTENTION_PREFILL.outputs(shape, inputs))
+        return launch.constants
+
+    assert constants(20) == constants(63) != constants(64)
+
+
 def test_a_ring_needs_a_window_and_the_new_keys():
     shape = PrefillShape(4, 2, 32, 64, 64, tokens=3, ring=True)
     inputs = ATTENTION_PREFILL.inputs(shape, HERE)

@@ -76,6 +76,18 @@ def test_sizes_and_tiles(n: int, m: int, k: int, config: Config) -> None:
     assert_close(run(shape, inputs, config), INT4_PREFILL.reference(shape, inputs)[0])
 
 
+def test_prompts_of_different_lengths_share_programs() -> None:
+    """Otherwise, the kernels of a model would be compiled again for most new lengths of a prompt."""
+
+    def constants(m: int) -> dict[str, object]:
+        shape = PrefillShape(64, 64, m, "q4_0")
+        inputs = INT4_PREFILL.inputs(shape, "meta")
+        (launch,) = INT4_PREFILL.launches(shape, SMALL, inputs, INT4_PREFILL.outputs(shape, inputs))
+        return dict(launch.constants)
+
+    assert constants(16) == constants(17) == constants(4096) != constants(15)
+
+
 @pytest.mark.parametrize(("split", "k", "activation"), [(2, 160, "none"), (3, 192, "silu"), (4, 64, "none")])
 def test_split_sums_are_added_in_order(split: int, k: int, activation: str) -> None:
     """Partial sums over k, the last of them shorter or empty, are all added, in the same order in every run."""

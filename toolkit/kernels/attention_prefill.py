@@ -122,7 +122,7 @@ class AttentionPrefill(Kernel):
         strides |= {"new_value_head": new_values.stride(1), "new_value_token": new_values.stride(2)}
         numbers = {**strides, "tokens": shape.tokens, "scale": shape.scale * LOG2_E, "capacity": shape.slots}
         constants = {
-            "SLOTS": shape.slots if shape.ring else 0,
+            "SLOTS": shape.slots if shape.ring and shape.slots == shape.window else 0,
             "WINDOW": shape.window,
             "RING": shape.ring,
             "KV_HEADS": shape.kv_heads,
@@ -169,7 +169,10 @@ def _prefill(
     SLOTS: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows: token = row // GROUP, query head = row % GROUP of those of one KV head."""
+    """One tile of rows: token = row // GROUP, query head = row % GROUP of those of one KV head.
+
+    A ring that is shorter than the window has `capacity` slots instead of SLOTS, so that each length doesn't need a program.
+    """
     # The last tiles see the most slots and are started first, so that the launch doesn't wait for them.
     first_row, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1)
     rows, dims = first_row + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
@@ -187,10 +190,11 @@ def _prefill(
     value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
     if RING:
         # The oldest position before the new ones that the first row sees and the ring still holds.
-        oldest = tl.maximum(tl.maximum(lowest - WINDOW + 1, start - SLOTS), 0)
+        ring_slots = SLOTS if SLOTS > 0 else capacity
+        oldest = tl.maximum(tl.maximum(lowest - WINDOW + 1, start - ring_slots), 0)
         for position in range(oldest, start, BLOCK_N):
             held = position + tl.arange(0, BLOCK_N)
-            slots = (held % SLOTS)[:, None] * HEAD_DIM
+            slots = (held % ring_slots)[:, None] * HEAD_DIM
             peak, total, mean = _attend(
                 q, key_rows + slots, value_rows + slots, held < start,
                 row_positions, held, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,

@@ -87,10 +87,12 @@ class Int4Prefill(Kernel):
 
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, PrefillShape)
-        blocks = ((128, 256), (64, 256)) if shape.m > 64 else ((64, 64), (64, 32))
+        few, some, many = ((64, 64), (64, 32)), ((64, 128),), ((128, 256), (64, 256), (64, 128))
+        blocks = few if shape.m <= 64 else some if shape.m <= 128 else many
+        kinds = 1 if shape.activation == "none" else 2
         found = [Config(block_n=64, block_m=32, block_k=64, split=1, warps=4, stages=2)]
-        for (block_n, block_m), split, stages in itertools.product(blocks, (1, 3, 4), (3, 4)):
-            warps = 8 if block_n * block_m > 64 * 256 or (block_m == 256 and shape.activation != "none") else 4
+        for (block_n, block_m), split, stages in itertools.product(blocks, (1, 2, 3, 4), (3, 4)):
+            warps = 8 if kinds * block_n * block_m > 64 * 256 else 4
             config = Config(block_n=block_n, block_m=block_m, block_k=64, split=split, warps=warps, stages=stages)
             if split == 1 or _tiles(shape, config)[0] < FEW_TILES:
                 found.append(config)
@@ -143,7 +145,7 @@ class Int4Prefill(Kernel):
         constants = {
             "K": shape.k, "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
             "CENTRE": scheme.centre, "ACTIVATION": shape.activation, "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": block_k,
-            "SPLIT": config["split"], "HALVES": not x.is_cpu,
+            "SPLIT": config["split"], "FEW": shape.m < block_m, "HALVES": not x.is_cpu,
         }  # fmt: skip
         grid = (_tiles(shape, config)[0] * config["split"],)
         return [Launch(_prefill_kernel, grid, arguments, constants, config.warps, config.stages)]
@@ -288,22 +290,25 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _finish(out_ptr, sums, up_sums, m, n, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Store the part of a tile [BLOCK_N, BLOCK_M] within `n` columns and `m` rows of the result, which are N apart."""
+def _finish(out_ptr, sums, up_sums, first, end, n, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store `n` columns of the rows from `first` to `end` of a tile [BLOCK_N, BLOCK_M]; rows of the result are N apart."""
     if ACTIVATION != "none":
         sums = _activated(sums, ACTIVATION) * up_sums
     i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
-    tl.store(out_ptr + (j * N + i), sums.to(out_ptr.dtype.element_ty), mask=(j < m) & (i < n))
+    tl.store(out_ptr + (j * N + i), sums.to(out_ptr.dtype.element_ty), mask=(j >= first) & (j < end) & (i < n))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # its multiples of 16 would be programs of their own, and no faster
 def _prefill_kernel(
     x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, partial_ptr,
     counter_ptr, M, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, HALVES: tl.constexpr,
+    SPLIT: tl.constexpr, FEW: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of the result per program, or one of SPLIT partial sums; the last program adds them in order.
+
+    No tile reads tokens beyond the last one: the last tile begins earlier, unless there are too FEW tokens to fill one tile. If
+    tiles were filled with copies of the last token, all multiprocessors would wait for the same lines of the L2.
 
     Tiles for the same rows of the matrix are neighbors and share them in L2. The weights are the left operand, so that a few
     tokens don't occupy more rows of a tensor core than needed. While one tile is multiplied, the next is dequantized and the
@@ -314,10 +319,11 @@ def _prefill_kernel(
     start = part * CHUNK
     tiles_m = tl.cdiv(M, BLOCK_M)
     n = tile // tiles_m * BLOCK_N
-    m = tile % tiles_m * BLOCK_M
+    place = tile % tiles_m * BLOCK_M
+    m = 0 if FEW else tl.minimum(place, M - BLOCK_M)
     row = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - n)[:, None]
-    x_row = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - m)[:, None]
-    base, x_base = n.to(tl.int64), m.to(tl.int64)
+    x_row = tl.arange(0, BLOCK_M)[:, None]
+    base, x_base = n.to(tl.int64), tl.cast(m, tl.int64)
     held = _held(
         codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base, row, start,
         K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
@@ -340,7 +346,12 @@ def _prefill_kernel(
         )  # fmt: skip
         up_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(start, tl.minimum(start + CHUNK, K), BLOCK_K):
-        x = tl.trans(_load(x_ptr, x_base, x_row, k, K, BLOCK_K, K % BLOCK_K == 0))
+        if FEW:
+            columns = k + tl.arange(0, BLOCK_K)[None, :]
+            x = tl.load(x_ptr + (x_row * K + columns), mask=(x_row < M) & (columns < K), other=0)
+        else:
+            x = _load(x_ptr, x_base, x_row, k, K, BLOCK_K, K % BLOCK_K == 0)
+        x = tl.trans(x)
         sums = _dot(weights, x, sums, HALVES)
         if ACTIVATION != "none":
             up_sums = _dot(up_weights, x, up_sums, HALVES)
@@ -359,7 +370,7 @@ def _prefill_kernel(
         up_sums = sums
     out_ptr += x_base * N + n
     if SPLIT == 1:
-        _finish(out_ptr, sums, up_sums, M - m, N - n, N, ACTIVATION, BLOCK_N, BLOCK_M)
+        _finish(out_ptr, sums, up_sums, place - m, M - m, N - n, N, ACTIVATION, BLOCK_N, BLOCK_M)
     else:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         KINDS: tl.constexpr = 1 if ACTIVATION == "none" else 2
@@ -377,7 +388,7 @@ def _prefill_kernel(
                 total += tl.load(partial_ptr + i * (KINDS * SIZE) + at, cache_modifier=".cg")
                 if KINDS == 2:
                     up_total += tl.load(partial_ptr + i * (KINDS * SIZE) + SIZE + at, cache_modifier=".cg")
-            _finish(out_ptr, total, up_total, M - m, N - n, N, ACTIVATION, BLOCK_N, BLOCK_M)
+            _finish(out_ptr, total, up_total, place - m, M - m, N - n, N, ACTIVATION, BLOCK_N, BLOCK_M)
 
 
 INT4_PREFILL = Int4Prefill()

@@ -129,7 +129,7 @@ def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) 
     moved = sum(map(nbytes, (*(quantized or (x,)), *parts, out)))
     flops = 2.0 * x.numel() * parts[0].shape[0]
     if rows > DECODED:
-        return launches("packed_matmul", 1, moved, flops, floor=11.0, share=0.585)
+        return launches("packed_matmul", 1, moved, flops, floor=11.0, share=0.593)
     return launches("packed_matmul", 1 if quantized else 2, moved, flops, floor=1.45)
 
 
