@@ -169,14 +169,13 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
     Those that were timed in a program (`tune.in_step`) precede those that were only timed alone, the fastest program first.
     Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
-    found, far, space = [], {shape.key: 0.0}, set(kernel.space(shape))
+    found, far, space, code = [], {shape.key: 0.0}, set(kernel.space(shape)), fingerprint(kernel)
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
-        if name != kernel.name or row.verdict != "ok" or row.us is None or (row.kernel != fingerprint(kernel)) != earlier:
+        if name != kernel.name or row.verdict != "ok" or row.us is None or (row.kernel != code) != earlier:
             continue
         if key not in far:
             far[key] = distance(kernel, shape, key)
-        config = from_words(words)
-        if far[key] < math.inf and config in space:
+        if far[key] < math.inf and (config := _config(words)) in space:
             assert kept is not None
             found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
     return sorted(found, key=lambda one: (one.far, one.shape, one.record.program_ms or math.inf, one.us))
@@ -187,18 +186,30 @@ def distance(kernel: Kernel, shape: Shape, key: str) -> float:
 
     A bool among the lengths counts less than any ratio.
     """
-    try:
-        other = kernel.shape_type.from_key(key)
-    except (ValueError, ToolkitError):  # a key of an older version of the kernel
+    other = _sizes(kernel, key)
+    if other is None:
         return math.inf
     far = 0.0
-    for name in (field.name for field in dataclasses.fields(shape)):
-        a, b = getattr(shape, name), getattr(other, name)
+    for name, b in other:
+        a = getattr(shape, name)
         if a != b and isinstance(a, bool):
             far += SWITCHED if name in kernel.lengths else math.inf
         elif a != b:
             far += abs(math.log2(a) - math.log2(b)) if name in kernel.lengths and a > 0 and b > 0 else math.inf
     return far
+
+
+@lru_cache(maxsize=4096)
+def _sizes(kernel: Kernel, key: str) -> tuple[tuple[str, Any], ...] | None:
+    """Return the fields of the shape with this key; None if it is a key of an older version of the kernel."""
+    try:
+        other = kernel.shape_type.from_key(key)
+    except (ValueError, ToolkitError):
+        return None
+    return tuple((field.name, getattr(other, field.name)) for field in dataclasses.fields(other))
+
+
+_config = lru_cache(maxsize=4096)(from_words)
 
 
 def _differing(found: Timed, shape: Shape) -> str:
