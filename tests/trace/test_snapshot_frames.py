@@ -77,6 +77,31 @@ def test_a_line_of_a_script_that_only_calls_is_left_out():
     assert chain(stack[2:], only_calls=lambda file, line: True) == "/me/a.py:3"
 
 
+def test_a_place_starts_in_the_function_that_runs_the_block():
+    """The functions that ran when the block began are the outermost ones of the stack."""
+    names = ["forward", "step", "call", "run", "main", "<module>", "launch"]
+    files = ["/me/net.py", "/me/train.py", TORCH[0], "/me/train.py", "/me/train.py", "/me/train.py", "/opt/venv/bin/torchrun"]
+    stack = [{"name": name, "filename": file, "line": i} for i, (name, file) in enumerate(zip(names, files, strict=True), 1)]
+    code = test_names_of_files_can_be_shortened_otherwise.__code__
+    running = [code.replace(co_name=name, co_filename=file) for name, file in zip(names, files, strict=True)]
+    began = [code]  # what ran when the block began, and has returned
+
+    def line(within, only_calls=lambda file, line: False):
+        return int(chain(stack, within=within, only_calls=only_calls).partition(" > ")[0].rpartition(":")[2])
+
+    assert line([]) == line([*began]) == 6
+    assert line([*began, *running[3:]]) == 4
+    assert line([*began, *running[2:]]) == 2  # no user's function: the next one inwards
+    assert line([*began, *running[5:]]) == 6
+
+    def empty(file, at):
+        return (file, at) == ("/me/train.py", 6)
+
+    assert line([], empty) == line([*began, *running[6:]], empty) == 5
+    assert line([*began, *running[5:]], empty) == 6  # the block is at the top level
+    assert chain(stack[5:], only_calls=empty) == "/me/train.py:6"
+
+
 def test_names_of_files_can_be_shortened_otherwise():
     assert of(CELL, *KERNEL, shorten=lambda file: "cell 7") == "cell 7:3"
 

@@ -12,12 +12,16 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
+Running = Mapping[int, CodeType]  # functions that run, innermost first, by the ids of their frames
+
 LAUNCH_PLAN = "<launch plan>"  # the file name of code that `toolkit.ops.launch_plan` writes
+NOTHING_RUNS: Running = MappingProxyType({})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of `toolkit`
 
 
@@ -84,16 +88,34 @@ def is_installed(filename: str) -> bool:
     return filename.startswith((*_installed_prefixes(), "<"))
 
 
-def chain() -> str | None:
+def running() -> Running:
+    """Return the functions that run now, to be passed to `chain` later; none in a notebook.
+
+    Frames themselves would keep the variables of their functions alive. An id may come back, so it counts only with its code.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = {}
+    while frame is not None:
+        if _is_cell(frame.f_code.co_filename):
+            return NOTHING_RUNS
+        found[id(frame)] = frame.f_code
+        frame = frame.f_back
+    return found
+
+
+def chain(within: Running = NOTHING_RUNS) -> str | None:
     """Return the lines that led to an allocation, "cell 7:3 > model.py:41": the user's outermost frame and the innermost one.
 
-    The outermost frame is in the user's own cell or script, without a line that `only_calls`; the innermost is the one that
-    `caller` returns. If both are the same line, it is returned once.
+    The outermost frame is in the user's own cell or script, without a line that `only_calls`. It is not further out than the
+    function that runs the block which began `within` these functions, because all that the block allocates shares those lines.
+    The innermost is the one that `caller` returns. If both are the same line, it is returned once.
     """
     frame: FrameType | None = sys._getframe(1)
     inner = outer = None
+    blocks, reached = bool(within), False  # reached: this frame and those further out ran when the block began
     while frame is not None:
-        filename = frame.f_code.co_filename
+        code = frame.f_code
+        filename = code.co_filename
         installed = _installed.get(filename)
         if installed is None:
             _library.setdefault(filename, filename.startswith(library_prefixes()))
@@ -101,12 +123,16 @@ def chain() -> str | None:
             installed = _installed[filename] = filename.startswith((*_installed_prefixes(), "<string>"))
         if inner is None and not _library[filename]:
             inner = frame
+        runs_block = blocks and not reached and within.get(id(frame)) is code
+        reached = reached or runs_block
         if not installed:
-            module = frame.f_code.co_name == "<module>"
-            if outer is None or not (module and only_calls(filename, frame.f_lineno)):
+            module = code.co_name == "<module>"
+            if outer is None or runs_block or not (module and only_calls(filename, frame.f_lineno)):
                 outer = frame
             if module:  # frames above the module's code belong to a launcher
                 break
+        if reached and outer is not None:
+            break
         frame = frame.f_back
     if inner is None:
         return None

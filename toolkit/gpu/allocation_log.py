@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from toolkit.core.callers import NOTHING_RUNS, Running
 from toolkit.gpu.device import Device
 from toolkit.trace.events import TraceBuilder
 
@@ -36,6 +37,7 @@ class OpenScope:
     device: Device | None  # None stands for the device in use
     builder: TraceBuilder
     lines: bool = True
+    within: Running = field(default_factory=dict)  # the functions that ran when it began
     start_ns: int = 0  # on the device's host clock
     since: int = 0  # first row of `builder`
     before: list[Row] = field(default_factory=list)  # segments and blocks that were allocated at the start
@@ -49,6 +51,7 @@ class AllocationLog:
         self.lock = threading.RLock()
         self.builder: TraceBuilder | None = None  # events of the virtual GPU; None while no scope is open
         self.lines = False  # whether to record the Python line of each allocation
+        self.within: Running = NOTHING_RUNS  # the functions that ran when the open scopes began
         self.watch: Callable[[], None] | None = None  # called after each allocation of the virtual GPU, while a scope is open
         self.keepers = 0  # callers of `allocation_scopes.keep`, who want lines recorded between scopes as well
         self.steps: list[StepRange] | None = None  # decode steps on CUDA; None while CUDA's history is off

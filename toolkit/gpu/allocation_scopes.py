@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from toolkit.core.callers import running
 from toolkit.core.collector import no_collection
 from toolkit.core.errors import DeviceError
 from toolkit.core.signals import signals_deferred
@@ -37,7 +38,7 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
             raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
         if log.builder is None:
             log.builder = TraceBuilder()
-        begun = OpenScope(device, log.builder, lines)
+        begun = OpenScope(device, log.builder, lines, running())
         _set_lines(begun)
         try:
             if virtual is not None:
@@ -46,7 +47,7 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
                     begun.start_ns, begun.since = virtual.now_ns(), len(begun.builder)
             elif device is None or device.torch.type == "cuda":
                 history = _cuda_history(anew=not log.scopes)
-                begun.cuda = history.begin() if history is not None else None
+                begun.cuda = history.begin(begun.within) if history is not None else None
         except BaseException:
             if not log.scopes:
                 _last_scope_ended()
@@ -129,7 +130,9 @@ def release() -> None:
 
 
 def _set_lines(*more: OpenScope) -> None:
-    log.lines = bool(log.keepers) or any(begun.lines for begun in (*log.scopes, *more))
+    scopes = (*log.scopes, *more)
+    log.lines = bool(log.keepers) or any(begun.lines for begun in scopes)
+    log.within = {frame: code for begun in scopes for frame, code in begun.within.items()}
 
 
 def _last_scope_ended() -> None:

@@ -32,8 +32,8 @@ a virtual GPU, it takes the time of PyTorch's operator, without the interpreter;
 
 Memory events are those of CUDA's caching allocator, which takes a segment from the driver (segment_alloc), cuts blocks from it
 (alloc, free) and may return it (segment_free). Where they are known, the `name` of an alloc is the kind of its tensor
-("weights", "kv", ...) and its `owner` the variable or module that held it. The `where` of an alloc has the outermost line of
-the user's code and the line that made the request: "cell 7:3 > model.py:41".
+("weights", "kv", ...) and its `owner` the variable or module that held it. The `where` of an alloc has the line of
+the user's cell or measured block and the line that made the request: "cell 7:3 > model.py:41".
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from toolkit.core.callers import current_cell, is_installed, only_calls, short_path
+from toolkit.core.callers import NOTHING_RUNS, Running, current_cell, is_installed, only_calls, short_path
 from toolkit.gpu.allocation_log import StepRange, log
 from toolkit.trace.assemble import KIND, Strings, from_columns
 from toolkit.trace.events import Trace
@@ -35,12 +35,15 @@ _KINDS = {
 
 
 class CudaScope(NamedTuple):
-    """The state when a scope began: the allocator's segments, the number of entries per device, and of decode steps."""
+    """The state when a scope began: the allocator's segments, the numbers of entries per device and of decode steps, and the
+    functions that ran.
+    """
 
     segments: list[dict[str, Any]]
     entries: tuple[int, ...]
     start_ns: int
     steps: int
+    within: Running
 
 
 class CudaHistory:
@@ -79,15 +82,16 @@ class CudaHistory:
         self.on = False
         log.steps = None
 
-    def begin(self) -> CudaScope:
-        """Return the blocks that are allocated now, and the position in the history."""
+    def begin(self, within: Running) -> CudaScope:
+        """Return the blocks that are allocated now, and the position in the history. `within` are the functions that run."""
         found = _snapshot()
-        return CudaScope(found["segments"], tuple(map(len, found["device_traces"])), time.time_ns(), len(log.steps or ()))
+        entries = tuple(map(len, found["device_traces"]))
+        return CudaScope(found["segments"], entries, time.time_ns(), len(log.steps or ()), within)
 
     def end(self, scope: CudaScope, meta: dict[str, Any]) -> Trace:
         """Return the trace of a scope: the blocks allocated when it began (`meta["opening"]` rows), then the events since."""
         found = _snapshot()
-        rules, table = Rules.of(found.get("allocator_settings") or {}), Table()
+        rules, table = Rules.of(found.get("allocator_settings") or {}), Table(scope.within)
         skipped = [*scope.entries, *[0] * len(found["device_traces"])]
         entries = [since[skipped[device] :] for device, since in enumerate(found["device_traces"])]
         # The allocator's clock and ours differ by some microseconds. The opening rows come first in any case.
@@ -113,7 +117,8 @@ class Table:
 
     NAMES = ("kind", "time_us", "dur_ns", "bytes", "stream", "device", "address", "requested", "where", "name", "step")
 
-    def __init__(self) -> None:
+    def __init__(self, within: Running = NOTHING_RUNS) -> None:
+        self._within = [*within.values()]
         self.columns: dict[str, list[int]] = {name: [] for name in self.NAMES}
         self.held_bytes = 0
         self._strings = Strings()
@@ -129,7 +134,7 @@ class Table:
         key = tuple(map(id, frames))
         code = self._known.get(key)
         if code is None:
-            text = chain(frames, short_path, _FILES, only_calls)
+            text = chain(frames, short_path, _FILES, only_calls, self._within)
             code = self._known[key] = -1 if text is None else self._strings.code(text)
         return code
 

@@ -199,7 +199,7 @@ class Machine:
         stream = here().stream if graph is None else graph.pool
         if self._builder is None and not log.lines and log.builder is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
-        where = chain() if log.lines or self.lines or n_bytes >= NOTED_BYTES else None
+        where = chain(log.within) if log.lines or self.lines or n_bytes >= NOTED_BYTES else None
         memory = self.memory
         with signals_deferred, self.lock:
             block = memory.allocate(n_bytes, stream, where)
@@ -243,7 +243,7 @@ class Machine:
         if log.builder is not None:
             log.builder.add(
                 kind, self.host_ns, bytes=n_bytes, address=address, stream=here().stream, step=here().step,
-                cell=current_cell(), clock="modelled", where=chain() if kind == "oom" else None,
+                cell=current_cell(), clock="modelled", where=chain(log.within) if kind == "oom" else None,
             )  # fmt: skip
 
     # ---- recording

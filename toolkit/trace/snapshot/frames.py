@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
+from types import CodeType
 from typing import Any
 
 Frame = Mapping[str, Any]  # "name", "filename" and "line", as in PyTorch's snapshots
@@ -55,18 +57,21 @@ BY_PATH = Kinds()
 
 def chain(
     frames: Iterable[Frame], shorten: Callable[[str], str] | None = None, kinds: Kinds = BY_PATH,
-    only_calls: Callable[[str, int], bool] = lambda file, line: False,
+    only_calls: Callable[[str, int], bool] = lambda file, line: False, within: Sequence[CodeType] = (),
 ) -> str | None:  # fmt: skip
     """Return the `where` of `frames` (innermost first): "OUTER > INNER", one line if both are equal, None without Python.
 
-    OUTER is the outermost line of the user's code, without a line of a script that `only_calls` its functions. INNER is the
-    innermost Python line outside torch, Triton and contextlib, or the innermost Python line if there is no other. `shorten`
-    maps a file name to the displayed name (default: `short_file`).
+    OUTER is the outermost line of the user's code, without a line of a script that `only_calls` its functions. It is not
+    further out than the function that runs the block; `within` are the functions that ran when it began, innermost first.
+    INNER is the innermost Python line outside torch, Triton and contextlib, or the innermost Python line if there is no other.
+    `shorten` maps a file name to the displayed name (default: `short_file`).
     """
     outer: Frame | None = None
     inner: Frame | None = None
     innermost: Frame | None = None
-    for frame in frames:
+    stack = list(frames)
+    block = len(stack) - _shared(stack, within)  # the place of the function that runs the block
+    for i, frame in enumerate(stack):
         kind = kinds[frame["filename"]]
         if kind is None or frame["line"] <= 0:
             continue
@@ -76,16 +81,25 @@ def chain(
             inner = frame
         if kind == "user":
             module = frame["name"] == "<module>"
-            if outer is None or not (module and only_calls(frame["filename"], frame["line"])):
+            if outer is None or i == block or not (module and only_calls(frame["filename"], frame["line"])):
                 outer = frame
             if module:  # the frames outside a module belong to its launcher
                 break
+        if i >= block and outer is not None:
+            break
     inner = inner or innermost
     if inner is None:
         return None
     last = _line(inner, shorten)
     first = last if outer is None else _line(outer, shorten)
     return last if first == last else f"{first} > {last}"
+
+
+def _shared(stack: Sequence[Frame], within: Sequence[CodeType]) -> int:
+    """Return the number of functions, from the outermost on, that are the same in both."""
+    pairs = zip(reversed(stack), reversed(within), strict=False)
+    alike = ((frame["filename"], frame["name"]) == (code.co_filename, code.co_name) for frame, code in pairs)
+    return sum(1 for _ in takewhile(bool, alike))
 
 
 def _line(frame: Frame, shorten: Callable[[str], str] | None) -> str:
