@@ -273,8 +273,8 @@ def test_the_cells_of_a_session_are_shown(app: Lab, monkeypatch: pytest.MonkeyPa
     with memory(gpu) as use:
         torch.ones(1 << 18, device=gpu.torch)
     cells = [
-        SimpleNamespace(number=n, title=f"<{n}>", status="ok", use=use, file="", baseline_bytes=0, peak_bytes=use.peak_bytes,
-                        end_bytes=0)
+        SimpleNamespace(number=n, title=f"<{n}>", status="ok", device="gpu", use=use, file="", baseline_bytes=0,
+                        peak_bytes=use.peak_bytes, end_bytes=0)
         for n in (1, 2)
     ]  # fmt: skip
     del cells[1].use

@@ -7,6 +7,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from test_colors import contrast
 from tests.speed import within
 from toolkit.core.units import bytes_text
 from toolkit.ui.memory.drawing import GRAYS, PALETTE, colors, step_of
+from toolkit.ui.memory.page import write_memory_page
 from toolkit.ui.memory.picture import html, line_html, session_html, svg, view_of
 from toolkit.ui.memory.view import MemoryView
 
@@ -53,8 +55,8 @@ def pictures(text: str) -> list[str]:
 
 def rows_of(*sizes: tuple[int, int, int], status: str = "ok", title: str = "x = f()") -> list[SimpleNamespace]:
     return [
-        SimpleNamespace(number=n, title=title, status=status, baseline_bytes=a * GIB, peak_bytes=b * GIB, end_bytes=c * GIB)
-        for n, (a, b, c) in enumerate(sizes, 3)
+        SimpleNamespace(number=n, title=title, status=status, device="gpu", baseline_bytes=a, peak_bytes=b, end_bytes=c)
+        for n, (a, b, c) in enumerate(((a * GIB, b * GIB, c * GIB) for a, b, c in sizes), 3)
     ]
 
 
@@ -105,6 +107,21 @@ def test_an_empty_measurement_has_a_picture() -> None:
     assert "no GPU memory used" in none
     assert "<img" not in none
     assert "no GPU memory used" in line_html(use_of(recording(device="none", elapsed_s=1.0)))
+
+
+def test_memory_of_the_cpu_is_said_not_to_be_counted(tmp_path: Path) -> None:
+    use = use_of(recording(device="cpu", elapsed_s=1.0))
+    write_memory_page(use, tmp_path / "page.html")
+    for text in (html(use), line_html(use), line_html(use, is_open=True), (tmp_path / "page.html").read_text()):
+        body = text.split("</style>")[-1].split("<script")[0]
+        assert "memory of the CPU isn&#x27;t counted" in body
+        assert "0 B" not in body.replace("host peak 0 B", "")
+        assert "<img" not in body
+    assert "virtual:h200" in line_html(use, is_open=True)
+    cells = [SimpleNamespace(number=1, title="x", status="ok", device="cpu", baseline_bytes=0, peak_bytes=0, end_bytes=0)]
+    session = session_html(cells, [line_html(use)])
+    assert "1 cell, memory of the CPU isn't counted" in session
+    assert "peak 0 B" not in session.replace("host peak 0 B", "")
 
 
 def test_names_and_code_are_text() -> None:

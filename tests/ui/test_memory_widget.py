@@ -155,7 +155,9 @@ def test_the_page_embeds_the_peak_and_all_bands() -> None:
 def test_a_session_of_thirty_cells_is_a_small_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     use = use_of(many_events(20_000))
     cells = [
-        SimpleNamespace(number=n, title=HOSTILE, status="ok", use=use, baseline_bytes=0, peak_bytes=use.peak_bytes, end_bytes=0)
+        SimpleNamespace(
+            number=n, title=HOSTILE, status="ok", use=use, device="gpu", baseline_bytes=0, peak_bytes=GIB, end_bytes=0
+        )
         for n in range(1, 31)
     ]
     path = write_memory_page(cells, tmp_path / "session.html", budget_bytes=GIB)

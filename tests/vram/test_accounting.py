@@ -314,11 +314,19 @@ def test_a_generator_is_refused_with_what_to_do(gpu):
         tk.memory(values)
 
 
-def test_the_cpu_has_no_allocator_to_follow(gpu):
+def test_on_the_cpu_no_size_is_0_as_a_fact(gpu):
     with tk.memory("cpu") as use:
-        kept = ones(1)
-    assert (use.peak_bytes, use.kept_bytes, len(use.trace)) == (0, 0, 0)
-    del kept
+        kept = torch.ones(MiB)
+    line, advice = repr(use).splitlines()
+    assert line.startswith("memory of the CPU isn't counted, host peak ")
+    assert 'tk.device("virtual:h200")' in advice
+    assert use.host_tensor_bytes >= kept.nbytes
+    for read in ("peak_bytes", "kept_bytes", "baseline_bytes", "end_bytes", "freed_bytes", "peak_reserved_bytes"):
+        with pytest.raises(RecorderError, match="read host_peak_bytes"):
+            getattr(use, read)
+    for call in (use.at_peak, lambda: use.by("owner"), use.timeline):
+        with pytest.raises(RecorderError, match="only the memory of GPUs is counted"):
+            call()
 
 
 def test_memory_of_a_variable_that_is_older_than_the_scope_is_no_workspace(gpu):

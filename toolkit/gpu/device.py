@@ -28,7 +28,7 @@ _USE_A_GPU = 'Use "cuda" or "virtual:h200"'
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a device, in bytes.
+    """The memory of a device, in bytes. All are 0 for the CPU, whose memory isn't counted.
 
     Attributes:
         allocated_bytes: Allocated by live tensors.

@@ -18,10 +18,9 @@ from time import perf_counter
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
-from toolkit.core.callers import ipython_shell, source_line
+from toolkit.core.callers import ipython_shell
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief
 from toolkit.core.signals import signals_deferred
@@ -34,6 +33,7 @@ from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.trace.ledger import Ledger
 from toolkit.vram import hidden, owners
 from toolkit.vram.advice import Shortage, explain
+from toolkit.vram.attribution import with_owners
 from toolkit.vram.what_if import what_if
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _EXPLAINED = "Where the memory went:"  # first line of the note that is added to an out-of-memory error
-# The workspace that cuBLAS allocates at the first matrix product and keeps, on Hopper and newer GPUs, and on older ones.
-# Source: aten/src/ATen/cuda/CublasHandlePool.cpp
-_CUBLAS_BYTES = (4096 * 8 * 1024, 4096 * 2 * 1024 + 16 * 8 * 1024)
 _MEASURED = {"opening", "elapsed_s"}  # metadata of measurements; recordings have neither
-_SOURCES = 400  # places whose source code a measurement stores; those that allocate the most come first
+HOST_ONLY = {"none": "no GPU memory used", "cpu": "memory of the CPU isn't counted"}  # devices without memory of a GPU
+_HOST_ADVICE = (
+    'Only memory of GPUs is counted. Without one, open a virtual GPU, gpu = tk.device("virtual:h200"), and create the tensors '
+    "with device=gpu.torch."
+)
 
 
 class MemoryUse:
@@ -58,6 +59,8 @@ class MemoryUse:
     - `kept_bytes`: `end_bytes - baseline_bytes`. `freed_bytes`: the part of the baseline that the block freed.
 
     `trace` holds every event. The measurement is complete when the block has ended; reading it earlier raises RecorderError.
+    Only memory of GPUs is counted. If no GPU was in use, sizes are 0. Reading sizes of a measurement of "cpu" raises
+    RecorderError, except for those of the host: `host_peak_bytes` and `host_tensor_bytes`.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -77,34 +80,42 @@ class MemoryUse:
         return Ledger(self.trace)
 
     @property
+    def _counted(self) -> Ledger:
+        """The ledger, for the sizes that users read: those of the CPU would all be 0. Raises RecorderError for the CPU."""
+        if self.device == "cpu":
+            do = 'Measure on a GPU or a virtual one, such as "virtual:h200", or read host_peak_bytes'
+            raise RecorderError("reading the memory of cpu", "only the memory of GPUs is counted", do)
+        return self.ledger
+
+    @property
     def device(self) -> str:
         """The name of the device, or "none" if no GPU was in use."""
         return str(self.trace.meta.get("device", "unknown"))
 
     @property
     def peak_bytes(self) -> int:
-        return self.ledger.peak_bytes
+        return self._counted.peak_bytes
 
     @property
     def baseline_bytes(self) -> int:
-        return self.ledger.baseline_bytes
+        return self._counted.baseline_bytes
 
     @property
     def end_bytes(self) -> int:
-        return self.ledger.end_bytes
+        return self._counted.end_bytes
 
     @property
     def kept_bytes(self) -> int:
-        return self.ledger.kept_bytes
+        return self._counted.kept_bytes
 
     @property
     def freed_bytes(self) -> int:
-        return self.ledger.freed_bytes
+        return self._counted.freed_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
         """The maximum that the allocator reserved from the driver."""
-        return self.ledger.peak_reserved_bytes
+        return self._counted.peak_reserved_bytes
 
     @property
     def host_peak_bytes(self) -> int:
@@ -127,7 +138,7 @@ class MemoryUse:
         Columns: `bytes`, `blocks` (their number), `share` (of the bytes held), `owner`, `kind`, `where`, and the `cell` and
         `step` of the largest block.
         """
-        return self.ledger.holders()
+        return self._counted.holders()
 
     def by(self, what: str) -> pd.DataFrame:
         """Return the memory grouped by "owner", "kind", "where", "line", "cell" or "step", the largest at the peak first.
@@ -136,12 +147,12 @@ class MemoryUse:
         `allocated_bytes` (the sum of all allocations in the block) and `blocks`. By "kind", there is a row for cached memory,
         which is reserved but not allocated, if the trace has segments.
         """
-        return self.ledger.by(what)
+        return self._counted.by(what)
 
     def line(self) -> str:
         """Return the measurement as one line of text."""
-        if self.device == "none":
-            return f"no GPU memory used, host peak {bytes_text(self.host_peak_bytes)}{self._took()}"
+        if self.device in HOST_ONLY:
+            return f"{HOST_ONLY[self.device]}, host peak {bytes_text(self.host_peak_bytes)}{self._took()}"
         parts = [f"peak {bytes_text(self.peak_bytes)}", f"kept {_signed(self.kept_bytes)}"]
         if self.freed_bytes:
             parts.append(f"freed {bytes_text(self.freed_bytes)}")
@@ -167,7 +178,12 @@ class MemoryUse:
     def __repr__(self) -> str:
         if self._trace is None:
             return "MemoryUse(still running)"
-        return "\n".join([self.line(), *(f"  {sentence}" for sentence in self.ledger.sentences())])
+        said = [self.advice()] if self.device in HOST_ONLY else self.ledger.sentences()
+        return "\n".join([self.line(), *(f"  {sentence}" for sentence in said)])
+
+    def advice(self) -> str:
+        """Return what to do to count the memory, if none of a GPU was counted; otherwise ""."""
+        return _HOST_ADVICE if self.device in HOST_ONLY else ""
 
     def what_if(self, gpus: str | Iterable[str] | None = None, settings: str | Iterable[str] | None = None) -> pd.DataFrame:
         """Replay the allocations on other GPUs and with other allocator settings: one row per pair.
@@ -182,7 +198,7 @@ class MemoryUse:
         if self._partial:
             found, do = "the trace doesn't say what was allocated before its recording began", "Measure the run with tk.memory"
             raise TraceError("a replay on other GPUs", found, do)
-        return what_if(self.trace, gpus, settings, device=self.ledger.device)
+        return what_if(self.trace, gpus, settings, device=self._counted.device)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the measurement to `path` atomically. `tk.open_memory` reads it."""
@@ -190,6 +206,7 @@ class MemoryUse:
 
     def timeline(self) -> Any:
         """Return the interactive timeline of this measurement. Needs the `lab` extra."""
+        _ = self._counted  # raises for the CPU
         return render("timeline", self)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -311,7 +328,9 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
     """Measure the memory of a block (`with tk.memory() as m:`) or of each call of a function (`@tk.memory`).
 
     `device` is a Device or a name that `tk.device` accepts. By default it is the device in use: the open virtual GPU, otherwise
-    CUDA. `lines=False` does not record the allocating lines. This avoids most of the overhead; bytes and steps stay exact. A
+    CUDA. Tensors on the CPU aren't counted: for "cpu", only the host memory of the whole process is measured.
+
+    `lines=False` does not record the allocating lines. This avoids most of the overhead; bytes and steps stay exact. A
     decorated function prints one line per call and stores its last measurement as `function.memory`. See `MemoryUse`.
 
     Raises ToolkitError if a generator function is decorated, and DeviceError if the device cannot be opened.
@@ -385,37 +404,6 @@ def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
 # ---- owners
 
 
-def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta: Mapping[str, Any]) -> Trace:
-    """Return `trace` with the owner and kind of every allocation that is alive at its end.
-
-    `found` maps places to owners. Allocations without an owner get the kind that follows from their line. `meta` is added to
-    the metadata, along with the source text of the lines that allocated the most.
-    """
-    if not len(trace):
-        return Trace(trace.columns, trace.strings, {**trace.meta, **meta})
-    ledger = Ledger(trace)
-    device_type = "vgpu" if str(trace.meta["device"]).startswith("virtual") else "cuda"
-    codes = {text: i for i, text in enumerate(trace.strings)}
-    owner, name = trace["owner"].copy(), trace["name"].copy()
-    nowhere = owners.kind_by_place(None) if trace.meta.get("lines") else None
-    kinds = [*map(owners.kind_by_place, trace.strings), nowhere]  # code -1 means "no line" and indexes the last one
-    by_place = np.array([-1 if kind is None else codes.setdefault(kind, len(codes)) for kind in kinds], np.int32)
-    allocs = ledger.blocks.row
-    name[allocs] = by_place[trace["where"][allocs]]
-    # The lines of blocks that are older than the scope may not have been recorded.
-    name[allocs[(allocs < trace.meta.get("opening", 0)) & (trace["where"][allocs] < 0)]] = -1
-    for row in allocs[ledger.blocks.end == len(ledger.rows)].tolist():
-        holder = found.get((device_type, int(trace["address"][row])))
-        if holder is None and device_type == "cuda" and int(trace["requested"][row]) in _CUBLAS_BYTES:
-            holder = owners.Holder("(cuBLAS workspace)", "workspace", 0)
-        if holder is not None:
-            owner[row] = codes.setdefault(holder.owner, len(codes))
-            if holder.kind != "activations" or name[row] < 0:
-                name[row] = codes.setdefault(holder.kind, len(codes))
-    columns = {**trace.columns, "owner": owner, "name": name}
-    return Trace(columns, list(codes), {**trace.meta, **meta, "source": _sources(ledger)})
-
-
 def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[owners.Place, owners.Holder]:
     """Return the owner of each place: variables first, then tracebacks and kept results."""
     visible, held = hidden.find(variables, ipython_shell(), error)
@@ -425,17 +413,6 @@ def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[
 def variables_of(frame: FrameType | None) -> dict[str, Any]:
     """Return the variables visible in a frame: its globals and its locals."""
     return {} if frame is None else {**frame.f_globals, **owners.locals_of(frame)}
-
-
-def _sources(ledger: Ledger) -> dict[str, str]:
-    """Return the source text of the lines that allocated the most, and of those whose allocation failed."""
-    codes, names = ledger.group("where")
-    total = np.bincount(codes, ledger.blocks.bytes, len(names))
-    places = [names[i] for i in np.argsort(-total)[:_SOURCES].tolist()]
-    failed = ledger.trace.select(ledger.trace.is_kind("oom")).text("where")
-    lines = dict.fromkeys(line for place in (*places, *failed) if place for line in place.split(" > "))
-    found = {line: source_line(line) for line in lines}
-    return {line: text for line, text in found.items() if text}
 
 
 def _signed(n_bytes: int) -> str:

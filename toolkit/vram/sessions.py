@@ -126,9 +126,10 @@ class Session:
     def add(self, number: int, title: str, status: str, use: MemoryUse) -> CellUse:
         """Append a cell that has run, and save it."""
         file = self.folder / f"{len(self.cells) + 1:04}.trace"
+        found = use.ledger
         cell = CellUse(
-            number, title, status, use.device, use.baseline_bytes, use.peak_bytes, use.end_bytes, use.freed_bytes,
-            use.peak_reserved_bytes, use.host_peak_bytes, use.elapsed_s, time.time(), str(file),
+            number, title, status, use.device, found.baseline_bytes, found.peak_bytes, found.end_bytes, found.freed_bytes,
+            found.peak_reserved_bytes, use.host_peak_bytes, use.elapsed_s, time.time(), str(file),
         )  # fmt: skip
         cell.__dict__["use"] = use
         if self.cells and self.problem is None:

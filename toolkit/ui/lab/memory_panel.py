@@ -34,13 +34,12 @@ from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.hidden import user_variables
-from toolkit.vram.measure import MemoryUse, Scope, open_memory
+from toolkit.vram.measure import HOST_ONLY, MemoryUse, Scope, open_memory
 from toolkit.vram.sessions import CellUse
 from toolkit.vram.what_if import CONTEXT_BYTES, what_if
 
 MOST = 20  # number of kept measurements; each holds every event of its run
 _SETTINGS = {"by default": Settings(), "with expandable segments": Settings(expandable_segments=True)}
-_HOST_ONLY = ("none", "cpu")  # devices whose memory isn't counted
 _LOOKS_PER_S = 2  # updates of the device's memory per second while work runs
 _EMPTY = "Nothing has been measured yet. Every load and every generation is listed here: press Load in the first tab."
 _CHOOSE = "Choose a row to see its memory over time and the holders at the peak."
@@ -335,22 +334,23 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
     """Return the table of measurements, the last one first, each with a radio button whose value is its number."""
-    most = max((use.peak_bytes for _, use in uses.values()), default=0)
+    most = max((use.ledger.peak_bytes for _, use in uses.values()), default=0)
     body = "".join(_measured_row(n, *uses[n], max(most, 1)) for n in sorted(uses, reverse=True))
     return f'<div class="tk-measured tk-list">{_table(_COLUMNS, body)}</div>'
 
 
 def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> str:
-    failed, before = str(use.trace.meta.get("failed") or ""), min(use.baseline_bytes, use.peak_bytes)
+    failed = str(use.trace.meta.get("failed") or "")
     bad = {"": "", "OutOfMemoryError": "out of memory", "CancelledError": "cancelled"}.get(failed, f"ended with {failed}")
-    texts = [bytes_text(use.peak_bytes), "", memory_picture.signed(use.kept_bytes)]
-    texts += [bytes_text(n) for n in (use.freed_bytes, use.peak_reserved_bytes)]
-    widths = [100 * n / most_bytes for n in (before, use.peak_bytes - before)]
-    said = f"held before {bytes_text(before)}, peak {bytes_text(use.peak_bytes)} on {escape(use.device)}"
-    texts[1] = f'<span class="tk-span" title="{said}"><i class="tk-before" style="width:{widths[0]:.1f}%"></i>'
-    texts[1] += f'<i class="tk-over" style="width:{widths[1]:.1f}%"></i></span>'
-    if use.device in _HOST_ONLY:
-        texts = ["-", "", "-", "-", "-"]
+    texts = ["-", "", "-", "-", "-"]
+    if use.device not in HOST_ONLY:
+        before = min(use.baseline_bytes, use.peak_bytes)
+        widths = [100 * n / most_bytes for n in (before, use.peak_bytes - before)]
+        said = f"held before {bytes_text(before)}, peak {bytes_text(use.peak_bytes)} on {escape(use.device)}"
+        bar = f'<span class="tk-span" title="{said}"><i class="tk-before" style="width:{widths[0]:.1f}%"></i>'
+        bar += f'<i class="tk-over" style="width:{widths[1]:.1f}%"></i></span>'
+        texts = [bytes_text(use.peak_bytes), bar, memory_picture.signed(use.kept_bytes)]
+        texts += [bytes_text(n) for n in (use.freed_bytes, use.peak_reserved_bytes)]
     texts += [bytes_text(use.host_peak_bytes) if use.host_peak_bytes else "-", seconds_text(use.elapsed_s)]
     # without the attribute, JupyterLab would handle the arrow keys
     radio = f'<input type="radio" value="{number}" data-lm-suppress-shortcuts="true">'

@@ -224,11 +224,12 @@ class MemoryMagics(Magics):
 
     def _sessions(self, words: list[str]) -> None:
         _none("sessions", words)
+        from toolkit.ui.memory.picture import peak_words
+
         found = list(saved_sessions())
         for folder in found:
             cells = Session.open(folder).cells
-            peak = max((cell.peak_bytes for cell in cells), default=0)
-            print(f"{folder.name}: {len(cells)} cells, peak {bytes_text(peak)}\n  %memory open {shlex.quote(str(folder))}")
+            print(f"{folder.name}: {len(cells)} cells, {peak_words(cells)}\n  %memory open {shlex.quote(str(folder))}")
         if not found:
             print("There are no saved sessions. %memory on starts one.")
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,7 @@ from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.ui.memory import wire as memory_wire
 from toolkit.ui.memory.view import AXES, MemoryView
-
-if TYPE_CHECKING:
-    from toolkit.vram.measure import MemoryUse
+from toolkit.vram.measure import HOST_ONLY, MemoryUse
 
 MOST_MOMENTS = 3000
 _MOST_BLOCKS = 1000  # per measurement, the largest first
@@ -45,16 +43,20 @@ class _Numbered:
     use: MemoryUse
 
     @property
+    def device(self) -> str:
+        return self.use.device
+
+    @property
     def baseline_bytes(self) -> int:
-        return self.use.baseline_bytes
+        return self.use.ledger.baseline_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self.use.peak_bytes
+        return self.use.ledger.peak_bytes
 
     @property
     def end_bytes(self) -> int:
-        return self.use.end_bytes
+        return self.use.ledger.end_bytes
 
 
 def write_memory_page(
@@ -78,7 +80,7 @@ def _numbered(use: Any, number: int) -> _Numbered:
 
 
 def _document(cells: Sequence[Any], title: str | None, budget_bytes: int | None) -> str:
-    packed = [packed_use(cell.use) if cell.use.device != "none" else None for cell in cells]
+    packed = [None if cell.use.device in HOST_ONLY else packed_use(cell.use) for cell in cells]
     data = json.dumps(packed, separators=(",", ":"))  # base64 can't contain "</script>"
     details = [_details(cell.use, n) for n, cell in enumerate(cells)]
     alone = len(cells) == 1
@@ -98,7 +100,7 @@ startPage();
 
 
 def _details(use: MemoryUse, number: int) -> str:
-    place = f'<div class="tk-place" data-use="{number}"></div>' if use.device != "none" else ""
+    place = "" if use.device in HOST_ONLY else f'<div class="tk-place" data-use="{number}"></div>'
     return f"{place}{memory_picture.html(use)}"
 
 

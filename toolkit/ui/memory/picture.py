@@ -13,21 +13,17 @@ import secrets
 from collections.abc import Sequence
 from functools import cache
 from html import escape
-from typing import TYPE_CHECKING
 
 from toolkit.core.units import bytes_text, plural
 from toolkit.trace.ledger import UNOWNED
 from toolkit.ui.assets import style_of
 from toolkit.ui.memory.drawing import NEAR, CellRow, colors, label, limit_of, step_of, svg
 from toolkit.ui.memory.view import Holding, MemoryView, Moment
-
-if TYPE_CHECKING:
-    from toolkit.vram.measure import MemoryUse
+from toolkit.vram.measure import HOST_ONLY, MemoryUse
 
 __all__ = ["html", "line_html", "session_html", "svg"]
 _MOST_ROWS = 12  # rows of the table of holders at the peak
 _OWNED = 0.5  # the bands show owners if variables hold at least this share of the peak
-_NONE = "none"  # device name of a measurement of the host alone
 
 
 def html(use: MemoryUse, by: str | None = None) -> str:
@@ -44,8 +40,9 @@ def line_html(use: MemoryUse, budget_bytes: int | None = None, *, is_open: bool 
     The line is red if the peak exceeds the budget or an allocation failed.
     """
     opened = " open" if is_open else ""
-    if use.device == _NONE:
-        return f'{style()}<div class="tk-memory tk-line"><span class="tk-words">{escape(use.line())}</span></div>'
+    if use.device in HOST_ONLY:
+        said = f"{use.line()}. {use.advice()}" if is_open else use.line()
+        return f'{style()}<div class="tk-memory tk-line"><span class="tk-words">{escape(said)}</span></div>'
     over = _trouble(use, budget_bytes)
     words = [f"peak <b>{bytes_text(use.peak_bytes)}</b>", f"kept {signed(use.kept_bytes)}"]
     words += [f"freed {bytes_text(use.freed_bytes)}"] if use.freed_bytes else []
@@ -121,8 +118,8 @@ def _bar(use: MemoryUse, budget_bytes: int | None) -> str:
 
 def _body(use: MemoryUse, by: str | None, budget_bytes: int | None, *, titled: bool) -> str:
     head = f'<div class="tk-title">{escape(use.line())}</div>' if titled else f'<p class="tk-note">{escape(use.line())}</p>'
-    if use.device == _NONE:
-        return head
+    if use.device in HOST_ONLY:
+        return f'{head}<p class="tk-note">{escape(use.advice())}</p>'
     view = view_of(use, by)
     said = "".join(f'<p class="tk-note">{escape(note)}</p>' for note in notes(view))
     return "".join([
@@ -208,6 +205,14 @@ def _who(row: Holding) -> str:
 # ---- the cells of a session
 
 
+def peak_words(rows: Sequence[CellRow]) -> str:
+    """Return the largest peak of cells in words; that of GPU memory, which some or all of them may not have used."""
+    uncounted = dict.fromkeys(HOST_ONLY[row.device] for row in rows if row.device in HOST_ONLY)
+    if uncounted and all(row.device in HOST_ONLY for row in rows):
+        return " and ".join(uncounted)
+    return f"peak {bytes_text(max((row.peak_bytes for row in rows), default=0))}"
+
+
 def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: int | None = None) -> str:
     """Return the cells as bars without a script. A click on a bar (or the arrow keys) shows the cell's entry of `details`."""
     name = f"tk{secrets.token_hex(4)}"  # radio buttons with the same name form one group across the whole page
@@ -238,7 +243,7 @@ def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: 
     keys += '<span><i class="tk-end"></i>held at its end</span><span><em>!</em> ended with an error</span>'
     return (
         f'{style()}<style>{rules}</style><div class="tk-memory tk-session" id="{name}" data-lm-suppress-shortcuts="true">'
-        f'<div class="tk-title">{plural(len(rows), "cell")}, peak {bytes_text(peak)}</div>'
+        f'<div class="tk-title">{plural(len(rows), "cell")}, {peak_words(rows)}</div>'
         f'<div class="tk-keys">{keys}<span class="tk-dim">Click a cell to see its details.</span></div>'
         f'<div class="tk-chart"><div class="tk-ticks">{ticks}{line}</div>'
         f'<div class="tk-bars" role="radiogroup" aria-label="Cells">{bars}</div></div>{shown}</div>'
@@ -250,10 +255,8 @@ def _cell_bar(row: CellRow, n: int, top: float, name: str, checked: bool, budget
     base = min(row.baseline_bytes, row.peak_bytes)
     heights = (100 * base / top, 100 * (row.peak_bytes - base) / top, 100 * row.end_bytes / top)
     bad = row.status == "error" or bool(budget_bytes and row.peak_bytes > budget_bytes)
-    said = (
-        f"cell {row.number}, {row.status}: peak {bytes_text(row.peak_bytes)}, kept {signed(row.end_bytes - row.baseline_bytes)}"
-    )
-    said = escape(f"{said}: {row.title}")
+    found = f"peak {bytes_text(row.peak_bytes)}, kept {signed(row.end_bytes - row.baseline_bytes)}"
+    said = escape(f"cell {row.number}, {row.status}: {HOST_ONLY.get(row.device, found)}: {row.title}")
     return (
         f'<label class="{"tk-bad" if bad else "tk-fine"}" title="{said}">'
         f'<input type="radio" name="{name}" class="tk-c{n}" aria-label="{said}" data-lm-suppress-shortcuts="true"'
