@@ -91,12 +91,134 @@ def test_predicted_savings_are_what_is_saved(gpu):
         ones(40)
     note = caught.value.__notes__[0]
     assert "del first: saves 16.0 MiB" in note
-    assert "del second" not in note
+    assert "del second, alias: saves 20.0 MiB" in note
+    assert "del second:" not in note
+    assert "del alias" not in note
     caught.value.__traceback__ = None
     before = gpu.memory().allocated_bytes
     del first
     assert before - gpu.memory().allocated_bytes == 16 * MiB
     del alias, second
+    assert before - gpu.memory().allocated_bytes == 36 * MiB
+
+
+class Holder:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.hidden = nn.Linear(1024, 1024), []
+
+    def forward(self, x):
+        y = self.net(x)
+        self.hidden.append(y.detach())
+        return y
+
+
+def advice_on(run, budget="128 MiB"):
+    """Return what is proposed when `run` runs out of memory, one line per proposal."""
+    gc.collect()  # what the last run held
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(budget)
+    return [line.strip() for line in caught.value.__notes__[0].partition("What would help:\n")[2].splitlines()]
+
+
+def test_memory_under_several_names_is_freed_by_deleting_all_of_them(gpu):
+    def view(budget):
+        with tk.budget(budget):
+            base = ones(100)
+            first, last = base[:10], base[-1]
+            ones(64)
+        return first, last
+
+    def attribute(budget):
+        with tk.budget(budget):
+            held = Holder(batch=ones(60), other=ones(40))
+            batch = held.batch
+            ones(64)
+        return batch
+
+    def many(budget):
+        with tk.budget(budget):
+            a = b = c = d = e = f = ones(100)
+            ones(64)
+        return a, b, c, d, e, f
+
+    def again(budget):
+        with tk.budget(budget):
+            x = ones(40)
+            y = [x, ones(50)]
+            ones(70)
+        return y
+
+    def read(budget):
+        with tk.budget(budget):
+            x = y = ones(100)
+            x * 2
+        return y
+
+    assert advice_on(view) == ["del base, first, last: saves 100 MiB, enough"]
+    assert advice_on(attribute) == ["del held.batch, batch: saves 60.0 MiB, enough", "del held.other: saves 40.0 MiB, enough"]
+    assert advice_on(many) == ["del a, b, c, d and 2 more names of it: saves 100 MiB, enough"]
+    assert advice_on(again) == ["del y: saves 50.0 MiB, enough"]  # deleting x, too, is more than is needed
+    assert advice_on(again, "96 MiB") == ["del x, y: saves 90.0 MiB, enough", "del y: saves 50.0 MiB"]
+    assert advice_on(read) == []  # the failing line reads it
+
+
+def test_tensors_that_a_module_remembers_have_their_proposal(gpu):
+    def run(budget):
+        model = Remembering().to("vgpu")
+        with torch.no_grad(), tk.budget(budget):
+            x = ones(16).view(-1, 1024)
+            for _ in range(10):
+                model(x)
+
+    assert "del model.hidden: saves 96.0 MiB, enough" in advice_on(run)
+
+
+def test_kept_graphs_have_their_proposal(gpu):
+    net = nn.Linear(1024, 1024).to("vgpu")
+    x = ones(16).view(-1, 1024)
+
+    def losses(budget):
+        with tk.budget(budget):
+            kept = []
+            for _ in range(10):
+                loss = net(x).relu().square().sum()
+                kept.append(loss)
+
+    def total(budget):
+        with tk.budget(budget):
+            total = 0
+            for _ in range(10):
+                total += net(x).relu().square().sum()
+
+    def outputs(budget):
+        with tk.budget(budget):
+            kept = {}
+            for n in range(10):
+                kept[n] = net(x).relu().exp().sin()
+
+    def states(budget):
+        with tk.budget(budget):
+            h = x
+            for _ in range(10):
+                h = net(h).exp()
+
+    def saves(run):
+        return [line for line in advice_on(run, "104 MiB") if "detach" in line]
+
+    unless = "unless backward() needs"
+    # of the graphs of 4 losses, `loss` holds one, too
+    assert saves(losses) == [
+        f"elements of kept without their graphs (.detach() or .item()), {unless} them: saves 48.0 MiB, enough"
+    ]
+    assert saves(total) == [f"total without its graph (.detach() or .item()), {unless} it: saves 64.0 MiB, enough"]
+    assert saves(outputs) == [f"elements of kept without their graphs (.detach()), {unless} them: saves 32.0 MiB, enough"]
+    assert saves(states) == []  # the failing line reads h
 
 
 def test_a_variable_of_the_failing_function_with_the_same_name_is_another_one(gpu):

@@ -20,7 +20,7 @@ from torch import nn
 from toolkit.core.callers import ipython_shell
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.trace.ledger import OTHER_KIND, UNOWNED, Ledger, place_text
-from toolkit.vram import hidden, owners
+from toolkit.vram import hidden, keepers, owners
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
@@ -31,6 +31,10 @@ _CONVERTS = re.compile(
 )
 _Q4_BITS = 4.5  # per weight of Q4_K: 4 bits, and 16 bytes of scales per 256 weights (ggml-quants.h)
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
+_READS_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_RESULTS = "Out[] and _"  # stands for the results that a notebook keeps
+_MOST_DELETIONS = 4  # proposals
+_MOST_NAMES = 4  # in one of them
 _CHUNK = 512  # tokens per chunk of a prompt
 _LEAST = 0.02  # share of the missing bytes; proposals that save less are left out
 # End of the first line if the numbers show no shortage, by `Shortage.exact`.
@@ -102,7 +106,7 @@ def explain(
     held = int(ledger.held[at]) if at >= 0 else 0
     limit = min(limit_bytes, _stated(_ALLOWED, error) or limit_bytes)
     missing = max(asked + held - limit, 1)
-    proposals = [*_let_go(variables, found, error), *_without_graph(found), *_smaller_weights(variables)]
+    proposals = [*_let_go(variables, found, error, missing), *_without_graph(found), *_smaller_weights(variables)]
     proposals += _converted(ledger, at, failed_at, asked)
     proposals += [*_smaller_state(ledger, at), *_chunks(ledger, at, variables), *_in_pieces(ledger, at, asked, held, limit)]
     useful = [Proposal(do, saves, saves >= missing) for do, saves in proposals if saves >= max(_LEAST * missing, 1 << 20)]
@@ -142,23 +146,23 @@ def _conversion(place: str, source: Mapping[str, str]) -> str | None:
     return next((line for line in reversed(place.split(" > ")) if _CONVERTS.search(source.get(line, ""))), None)
 
 
-def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder], error: BaseException) -> list[Saving]:
-    """Propose `del x` for memory that only x holds, and releasing memory that no variable holds.
+def _let_go(
+    variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder], error: BaseException, missing: int
+) -> list[Saving]:
+    """Propose `del x` for memory that only x holds, `del x, y` for what both hold, and releasing what no variable holds.
 
     The failing line needs its own inputs, and what the traceback of `error` holds is freed together with it.
     """
     shell = ipython_shell()
     visible, with_error = owners.find(variables), hidden.of_error(error)
     on_gpu = {place: holder for place, holder in found.items() if place[0] != "cpu"}
-    roots: dict[str, int] = {}
     stale: dict[str, int] = {}
     callers: dict[str, int] = {}
-    results, inputs = hidden.results(shell), _inputs(error)
+    results = hidden.results(shell)
     for place, holder in on_gpu.items():
         if place in visible:
-            root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
-            roots[root] = roots.get(root, 0) + holder.bytes
-        elif holder.kind == hidden.GARBAGE:
+            continue
+        if holder.kind == hidden.GARBAGE:
             stale["reference cycles"] = stale.get("reference cycles", 0) + holder.bytes
         elif root := hidden.running(holder.owner):
             callers[root] = callers.get(root, 0) + holder.bytes
@@ -169,35 +173,96 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
     do = "gc.collect()" if shell is None else "%memory release"
     savings = [(f"{do} ({', '.join(stale)})", sum(stale.values()))]
     savings += [(f"del {root}", callers[root]) for root in sorted(callers, key=lambda name: -callers[name])[:4]]
-    for root in sorted(roots, key=lambda name: -roots[name])[:4]:
-        if root == "self" or id(variables.get(root)) in inputs:
-            continue
-        others = {**results, **owners.find({name: value for name, value in variables.items() if name != root})}
-        alone = sum(h.bytes for place, h in on_gpu.items() if place not in others and _rooted(h.owner, root))
-        module = isinstance(variables.get(root), nn.Module)
-        savings.append((f'{root}.to("cpu"), until it is needed' if module else f"del {root}", alone))
+    needed = _inputs(error)
+    savings += _graphs(variables, found, needed)
+    sizes = {place: holder.bytes for place, holder in on_gpu.items() if place in visible}
+    return savings + _deletions(keepers.names(variables), sizes, set(results), needed, missing)
+
+
+def _deletions(
+    names: list[keepers.Name], sizes: Mapping[owners.Place, int], results: set[owners.Place], needed: Needed, missing: int
+) -> list[Saving]:
+    """Propose to delete each set of names that holds memory together, those that free the most first.
+
+    `sizes` are the bytes of all memory that variables hold, and `results` the part that a notebook's results hold, too.
+    """
+    by_place: dict[owners.Place, set[str]] = {place: {_RESULTS} if place in results else set() for place in sizes}
+    for name in names:
+        for place in name.places & sizes.keys():
+            by_place[place].add(name.text)
+    of_root: dict[str, set[str]] = {}
+    for name in names:
+        of_root.setdefault(name.root, set()).add(name.text)
+    stuck = {name.text for name in names if _is_needed(name, needed)}
+    sets = {frozenset(held) for held in (*by_place.values(), *of_root.values()) if held and not held & stuck}
+    saves = {held: sum(size for place, size in sizes.items() if by_place[place] and by_place[place] <= held) for held in sets}
+    chosen: dict[frozenset[str], Saving] = {}
+    for held in sorted(sets, key=lambda held: (-min(saves[held], missing), len(held), -saves[held])):
+        less = [smaller for smaller in chosen if smaller < held]
+        if len(chosen) < _MOST_DELETIONS and not any(saves[smaller] >= min(saves[held], missing) for smaller in less):
+            chosen[held] = (_deleting(held, names, of_root), saves[held])
+    return list(chosen.values())
+
+
+def _deleting(held: frozenset[str], names: list[keepers.Name], of_root: Mapping[str, set[str]]) -> str:
+    """Return how to delete names in words. All names of an object are the object itself."""
+    texts = []
+    for name in names:
+        is_whole = name.root in held or of_root[name.root] <= held
+        if name.text in held and (not is_whole or name.root not in texts):
+            texts.append(name.root if is_whole else name.text)
+    values = {name.root: name.values[0] for name in names if not name.attribute}
+    if len(held) == 1 and isinstance(values.get(texts[0]), nn.Module):
+        return f'{texts[0]}.to("cpu"), until it is needed'
+    more = f" and {len(texts) - _MOST_NAMES} more names of it" if len(texts) > _MOST_NAMES else ""
+    return f"del {', '.join(texts[:_MOST_NAMES])}{more}{', and %memory release' if _RESULTS in held else ''}"
+
+
+def _is_needed(name: keepers.Name, needed: Needed) -> bool:
+    """Return whether the failing line needs a name, or whether it can't be deleted."""
+    if any(id(value) in needed.values for value in name.values):
+        return True
+    return name.text == "self" or name.attribute in needed.attributes
+
+
+def _graphs(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder], needed: Needed) -> list[Saving]:
+    """Propose to detach tensors that variables keep, such as the losses of all steps."""
+    savings = []
+    for name, several, numbers, saves in keepers.graphs(variables, found, needed.values):
+        ways = ".detach() or .item()" if numbers else ".detach()"
+        what = f"elements of {name} without their graphs" if several else f"{name} without its graph"
+        savings.append((f"{what} ({ways}), unless backward() needs {'them' if several else 'it'}", saves))
     return savings
 
 
-def _inputs(error: BaseException) -> set[int]:
-    """Return the ids of the variables that the failing expressions read, in all frames of the traceback of `error`."""
-    found: set[int] = set()
+@dataclass(frozen=True)
+class Needed:
+    """What the failing expressions read, in all frames of a traceback: ids of variables' values, and names of attributes."""
+
+    values: set[int]
+    attributes: set[str]
+
+
+def _inputs(error: BaseException) -> Needed:
+    """Return what the failing expressions read, in all frames of the traceback of `error`."""
+    found = Needed(set(), set())
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
         names = {**frame.f_globals, **owners.locals_of(frame)}
-        found.update(id(names[name]) for name in _read(frame.f_code, trace.tb_lasti) if name in names)
+        found.values.update(id(names[name]) for name in _read(frame.f_code, trace.tb_lasti, _READS) if name in names)
+        found.attributes.update(_read(frame.f_code, trace.tb_lasti, _READS_ATTRIBUTES))
         trace = trace.tb_next
     return found
 
 
-def _read(code: CodeType, at: int) -> set[str]:
-    """Return the names that the expression reads to which the instruction at offset `at` belongs."""
+def _read(code: CodeType, at: int, reads: tuple[str, ...]) -> set[str]:
+    """Return the names that instructions `reads` read in the expression to which the instruction at offset `at` belongs."""
     instructions = list(dis.get_instructions(code))
     span = next((_span(one) for one in instructions if one.offset == at), None)
     if span is None:
         return set()
-    inside = (one for one in instructions if one.opname.startswith(_READS) and _within(_span(one), span))
+    inside = (one for one in instructions if one.opname.startswith(reads) and _within(_span(one), span))
     return {name for one in inside for name in (one.argval if isinstance(one.argval, tuple) else (one.argval,))}
 
 
@@ -214,10 +279,6 @@ def _span(instruction: dis.Instruction) -> Span | None:
 
 def _within(inner: Span | None, outer: Span) -> bool:
     return inner is not None and outer[0] <= inner[0] and inner[1] <= outer[1]
-
-
-def _rooted(owner: str, root: str) -> bool:
-    return owner == root or owner.startswith((f"{root}.", f"{root}[", f"{root} ("))  # not "x in f()"
 
 
 def _without_graph(found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:

@@ -88,7 +88,7 @@ def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
 def of_modules() -> Iterator[tuple[str, Any]]:
     """Yield the global variables of the user's modules, as ("module.name", value)."""
     for name, module in list(sys.modules.items()):
-        if _isa(module, ModuleType) and _is_users(name):
+        if _isa(module, ModuleType) and is_users(name):
             yield from ((f"{name}.{variable}", value) for variable, value in users(vars(module)).items())
 
 
@@ -180,7 +180,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     nodes: set[Any] = set()
     for path, value in graphs:  # last: what a graph saved may belong to a module, an optimizer or another variable
         with suppress(Exception):  # as above
-            for node, tensor in sorted(_saved(value, nodes), key=lambda saved: not isinstance(saved[1], nn.Parameter)):
+            for node, tensor in sorted(saved_by(value, nodes), key=lambda saved: not isinstance(saved[1], nn.Parameter)):
                 kind = None if isinstance(tensor, nn.Parameter) else "activations"
                 number = node._sequence_nr()
                 _note(found, f"{path} (its graph: {node.name()})", tensor, kind, number)
@@ -260,7 +260,7 @@ def nodes_of(tensor: torch.Tensor, seen: set[Any]) -> Iterator[Any]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def _saved(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+def saved_by(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield (node, tensor) for the tensors that a graph saved for the backward pass. `seen` holds the nodes visited so far.
 
     Tensors packed by saved-tensor hooks are not unpacked: that would run the hooks, and recompute checkpointed forward passes.
@@ -328,7 +328,7 @@ def _parts(value: Any) -> Iterator[Part]:
         yield from _elements(value, kind)
         yield from ((more, held, kind) for more, held in _own(value))
     elif _isa(value, type):
-        if _is_users(vars(value).get("__module__", "")):
+        if is_users(vars(value).get("__module__", "")):
             yield from ((f".{name}", held, kind) for name, held in list(vars(value).items()))
     elif _isa(value, FunctionType | MethodType):
         yield from _of_function(value)
@@ -375,7 +375,7 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _is_users(module: str) -> bool:
+def is_users(module: str) -> bool:
     """Return whether a module is the user's: not of the standard library, of an installed package, or of this package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return module == "__main__" or (file is not None and not is_installed(file))
