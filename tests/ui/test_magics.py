@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,28 @@ def test_shows_copies_and_lines_and_keeps_the_cells_names(shell, capsys) -> None
     assert "d2h" in out
     assert "modelled" in out
     assert shell.user_ns["n"] == 8.0
+
+
+def test_the_display_of_the_result_is_not_counted(shell, capsys) -> None:
+    result, out = run(shell, "%%copies --budget-d2h 0\nx * 3", capsys)
+    assert result.success
+    assert out.index("tensor([3., 3., 3., 3.]") < out.index("launches") < out.index("copies that display the cell's result")
+    assert "d2h  modelled" not in out
+    assert shell.user_ns["_"].tolist() == [3.0] * 4
+    inner = "get_ipython().run_cell_magic('copies', '', 'x * 4')"
+    assert "tensor([4., 4., 4., 4.]" in run(shell, f"%%copies --budget-d2h 0\n{inner}", capsys)[1]
+    assert "copies that display" not in run(shell, "%%copies\nx.shape", capsys)[1]
+    assert "tensor([5." in run(shell, "x * 5", capsys)[1]  # the next cell displays its result as before
+    result, out = run(shell, "%%copies\nx[5]", capsys)
+    assert not result.success
+    assert "tensor([6." in run(shell, "x * 6", capsys)[1]
+
+
+@pytest.mark.parametrize("show", ["print", "display"])
+def test_what_the_cell_itself_prints_is_counted_at_its_line(shell, capsys, show) -> None:
+    out = run(shell, f"%%copies\ny = x * 2\n{show}(y)", capsys)[1]
+    assert re.search(r"cell \d+:2 +d2h", out)
+    assert "copies that display" not in out
 
 
 def test_multi_line_strings_survive(shell, capsys) -> None:

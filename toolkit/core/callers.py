@@ -27,15 +27,16 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fo
 
 @lru_cache
 def library_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of library code, which is never reported as the cause: torch, Triton, contextlib, `toolkit.gpu`, and
-    what launches the kernels of `toolkit.ops`, including its launch plans, which are in no file.
+    """Return path prefixes of library code, which is never reported as the cause: torch, Triton, contextlib, `toolkit.gpu`,
+    IPython, which displays what a cell gives it, and what launches the kernels of `toolkit.ops`, including its launch plans,
+    which are in no file.
     """
     import torch
 
-    triton = importlib.util.find_spec("triton")
+    others = [importlib.util.find_spec(name) for name in ("triton", "IPython")]
     folders = [
         os.path.dirname(torch.__file__),
-        *((triton and triton.submodule_search_locations) or ()),
+        *(folder for spec in others if spec is not None for folder in spec.submodule_search_locations or ()),
         *(os.path.join(_PACKAGE, name) for name in ("gpu", "kernels")),
     ]
     files = [os.path.join(_PACKAGE, "ops", f"{name}.py") for name in ("define", "launch_plan", "plans", "tape", "zeros")]
