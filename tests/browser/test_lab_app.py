@@ -159,7 +159,7 @@ def test_a_plan_against_a_budget(app) -> None:
     field(page, "KV cache").select_option("automatic")
     fill(page, "Context", 32768)
     press(page, "Plan")
-    page.wait_for_selector(".tk-lab .tk-plan .tk-yes:text('Fits.')", timeout=60_000)
+    page.wait_for_selector(".tk-lab .tk-plan .tk-yes:text('Fits:')", timeout=60_000)
 
 
 # ---- the Memory panel

@@ -11,7 +11,7 @@ import torch
 import toolkit as tk
 from tests.speed import is_quick
 from toolkit.core.distributed import Shard
-from toolkit.core.units import MiB
+from toolkit.core.units import MiB, bytes_text
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.planning.describe import describe
 from toolkit.planning.plans import CONTEXT_BYTES, NONE, RUN_SCRATCH, Levers, longest_context
@@ -186,6 +186,29 @@ def test_the_plan_in_words_and_as_a_table(gemma):
     table = plan.to_pandas()
     assert table.loc[("run", "load"), "weights"] == plan.sizes.weights
     assert (table.device_bytes > 0).all()
+
+
+def test_a_plan_says_how_much_memory_it_leaves(gemma):
+    def said(plan):
+        return next(line for line in repr(plan).splitlines() if line.startswith("fits"))
+
+    plan = tk.plan(gemma, "virtual:rtx-5090", budget="4 GiB", context=4096, kv=None)
+    assert plan.spare_bytes == plan.card.memory_bytes - plan.run_bytes
+    spare, whole = bytes_text(plan.spare_bytes), bytes_text(plan.card.memory_bytes)
+    assert said(plan) == f"fits: exporting leaves 3.49 GiB of 4.00 GiB, running leaves {spare} of {whole}"
+    assert repr(plan).endswith("measured once, on an H200; on other GPUs it may differ.")
+    tight = tk.plan(gemma, "h200", context=4096, kv=None, run_budget=plan.run_bytes + 40 * MiB)
+    assert said(tight) == f"fits: running leaves only 40.0 MiB of {bytes_text(plan.run_bytes + 40 * MiB)}"
+    assert "measured once" not in repr(tight)
+    assert "Fits: running leaves only 40.0 MiB of" in tight._repr_html_()
+    over = tk.plan(gemma, "h200", context=4096, kv=None, run_budget=plan.run_bytes - MiB)
+    assert over.spare_bytes == -MiB
+    assert not any(line.startswith("fits") for line in repr(over).splitlines())
+    longest = plan.gpus(["rtx-5090"]).longest_context.item()
+    assert longest < plan.sizes.positions
+    row = tk.plan(gemma, "virtual:rtx-5090", context=longest, kv=None).gpus(["rtx-5090"]).iloc[0]
+    assert row.can_run
+    assert row.spare_bytes == row.memory_bytes - row.run_bytes < 0.03 * row.memory_bytes
 
 
 def test_on_a_cpu_the_host_is_what_counts():

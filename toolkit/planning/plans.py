@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 BARE_CONTEXT = 518 * MiB  # measured on an H200, equal in three processes: the CUDA context of a process that runs no kernel
 FIRST_BLOCK = 2 * MiB  # measured: PyTorch's tracer puts one number on the GPU, for which the allocator takes a 2 MiB segment
 RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of matrix products in prefill (kernels/int4_prefill.py)
+CONTEXT_NOTE = "The memory of the CUDA context was measured once, on an H200; on other GPUs it may differ."
 STAGING = 64 * MiB  # chosen: bytes of a weight that are copied at a time
 HOST_BASE = 480 * MiB  # measured: Python with PyTorch, its compiler and the graph of one layer
 COMPILER = 900 * MiB  # measured: one worker process that compiles a layer, including its C++ compiler
+LITTLE = 0.03  # chosen: share of the memory below which what remains is said to be little
 MOST_COMPILERS = 4  # chosen: worker processes at a time
 
 
@@ -134,6 +136,11 @@ class Plan:
         return _peak(self.run, self.card)
 
     @property
+    def spare_bytes(self) -> int:
+        """What running leaves of `run_budget_bytes`; negative if it does not fit."""
+        return self.run_budget_bytes - self.run_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether the export and the run fit; otherwise `problems` says what doesn't."""
         return not self.problems
@@ -177,7 +184,8 @@ class Plan:
 
         A card is a spec or its key. With several ranks, each has such a card. `can_export` is whether the export fits into
         the budget, or into the card's memory without one. `run_bytes` is what running needs with the plan's context.
-        `longest_context` is in tokens with the same `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
+        `spare_bytes` is what then remains of the card. `longest_context` is in tokens with the same `kv`; None if fewer than
+        256 tokens fit. All bytes are predicted; those of the CUDA context were measured on an H200.
         """
         rows = []
         for card in find_specs(cards):
@@ -190,6 +198,7 @@ class Plan:
                 "can_export": _peak(self.export, card) <= budget,
                 "can_run": _peak(run, card) <= card.memory_bytes,
                 "run_bytes": _peak(run, card),
+                "spare_bytes": card.memory_bytes - _peak(run, card),
             }
             rows.append(row | {"longest_context": longest_context(self.sizes, card, card.memory_bytes, chunk)})
         return rows
@@ -393,5 +402,24 @@ def text(plan: Plan) -> str:
             lines.append(f"  {phase.name:<16} {bytes_text(held):>9}{f'   {parts}' if plan.card is not None else ''}")
     lines += ["levers in use, with the bytes that each saves at the peak"] if plan.pulled else []
     lines += [f"  {pull.lever:<22} saves {bytes_text(pull.saves_bytes):>9}: {pull.why}" for pull in plan.pulled]
-    lines += [f"does not fit: {problem}" for problem in plan.problems]
+    lines += [f"does not fit: {problem}" for problem in plan.problems] or [verdict(plan)]
+    lines += [CONTEXT_NOTE] if plan.card is not None and plan.card.key != "h200" else []
     return "\n".join(lines)
+
+
+def verdict(plan: Plan) -> str:
+    """Return in words how much memory a plan that fits leaves, of the card and of the export's budget."""
+    found = [f"running leaves {left(plan.spare_bytes, plan.run_budget_bytes)}"]
+    if plan.budget_bytes is not None:
+        found.insert(0, f"exporting leaves {left(plan.budget_bytes - plan.export_peak_bytes, plan.budget_bytes)}")
+    return f"fits: {', '.join(found)}"
+
+
+def left(spare: int, whole: int) -> str:
+    """Return what remains of `whole` bytes in words, which say so if it is little: "only 40.0 MiB of 24.0 GiB"."""
+    return f"{'only ' if is_little(spare, whole) else ''}{bytes_text(spare)} of {bytes_text(whole)}"
+
+
+def is_little(spare: int, whole: int) -> bool:
+    """Return whether so little of `whole` bytes remains that other processes or a larger CUDA context might take it."""
+    return spare < LITTLE * whole

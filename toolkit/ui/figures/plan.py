@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import bytes_text
-from toolkit.planning.plans import Phase, Plan
+from toolkit.planning.plans import CONTEXT_NOTE, Phase, Plan, is_little, left, verdict
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures import model
 from toolkit.ui.memory.drawing import step_of
@@ -25,10 +25,7 @@ PARTS = (
     "host", "attention",
 )  # fmt: skip
 COLORS = (*model.COLORS, "#00707a", "#b3123a", "#566500", "#4a4fc4", "#7b2fbe")  # one per part
-NOTE = (
-    "Predicted from shapes. Weights and state follow the allocator's rounding rules; "
-    "the memory of the CUDA context was measured once, on an H200."
-)
+NOTE = f"Predicted from shapes. Weights and state follow the allocator's rounding rules. {CONTEXT_NOTE}"
 
 
 def html(plan: Plan) -> str:
@@ -48,7 +45,7 @@ def html(plan: Plan) -> str:
     )
     parts = [
         f'<div class="tk-title">{escape(plan.model)} for {escape(plan.where)}<span class="tk-dim">{escape(about)}</span></div>',
-        told or '<p class="tk-yes">Fits.</p>',
+        told or f'<p class="tk-yes">{escape(_sentence(verdict(plan)))}.</p>',
         f'<div style="display: flex; flex-wrap: wrap; align-items: end; gap: 8px 20px">{pictures}</div>',
         _keys(part for phase in (*plan.export, *plan.run) for part in _shown(phase, plan.card is None)),
         _levers(plan),
@@ -209,7 +206,9 @@ def _cards(plan: Plan) -> str:
     rows = []
     for row in plan.fits_on():
         longest = row["longest_context"]
-        cells = [_yes(row["can_export"]), _yes(row["can_run"]), f"{longest:,}" if longest else "none"]
+        tight = row["can_run"] and is_little(row["spare_bytes"], row["memory_bytes"])
+        runs = _yes(row["can_run"]) + (f", leaves {left(row['spare_bytes'], row['memory_bytes'])}" if tight else "")
+        cells = [_yes(row["can_export"]), runs, f"{longest:,}" if longest else "none"]
         rows.append([escape(row["gpu"]), bytes_text(row["memory_bytes"]), *cells])
     table = _table(["GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context"], rows)
     many = f", {len(plan.ranks)} of each" if len(plan.ranks) > 1 else ""

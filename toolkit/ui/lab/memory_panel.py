@@ -410,7 +410,7 @@ def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:
         cells = "".join(words[bool(each["fits"])] for each in pair)
         gpu, memory = escape(pair[0]["gpu"]), bytes_text(pair[0]["capacity_bytes"])
         body += f"<tr><td>{gpu}</td><td>{memory}</td>{cells}{f'<td>{escape(where)}</td>' if fail else ''}</tr>"
-    needs = f"needs a GPU with {least}, {bytes_text(CONTEXT_BYTES)} of it for the CUDA context"
+    needs = f"needs a GPU with {least}, {bytes_text(CONTEXT_BYTES)} of it for the CUDA context (as on an H200)"
     table = _table(("GPU", "memory", *found, *(["where it fails"] if fail else [])), body)
     return f'<div class="tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other GPUs:{table}</div>'
 

@@ -17,7 +17,7 @@ from toolkit.exporting.progress import memory_now
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.planning.describe import describe, plan
-from toolkit.planning.plans import Plan
+from toolkit.planning.plans import Plan, verdict
 from toolkit.ranks.cluster import MOST, several
 from toolkit.ui.figures.plan import html, package_html
 from toolkit.ui.lab.code import CopyAsCode, Name, call
@@ -129,7 +129,7 @@ class PlanPanel(Panel):
             return
         self.plan = self._plan_of(shapes, target, path, scheme, ranks, budget, context, kv)
         self.view.value = html(self.plan)
-        fits = "it fits" if self.plan.fits else "it doesn't fit, for the reasons below"
+        fits = f"it {verdict(self.plan)}" if self.plan.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
         if self._lowered is not None and context == self._lowered[1]:
             place += f" Context was lowered to {context:,}, the most that the model allows."
