@@ -98,6 +98,25 @@ def users(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in list(variables.items()) if type(name) is str and not others.fullmatch(name)}
 
 
+def holds(variables: Mapping[str, Any], wanted: Any) -> bool:
+    """Return whether `wanted` can be reached from `variables`. Also True if there is too much to walk."""
+    seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
+    queue: deque[Any] = deque(users(variables).values())
+    ends_s = thread_time() + _MOST_S
+    while queue:
+        value = queue.popleft()
+        if value is wanted:
+            return True
+        if id(value) in seen or _isa(value, (*_LEAVES, torch.Tensor)):
+            continue
+        seen[id(value)] = value
+        if len(seen) >= MOST or (len(seen) >= _LEAST and thread_time() > ends_s):
+            return True
+        with suppress(Exception):  # reading a user's object may raise
+            queue.extend(held for _, held, _ in _parts(value))
+    return False
+
+
 def place_of(tensor: torch.Tensor) -> Place | None:
     """Return the place of a tensor's memory, or None if it has no memory of its own."""
     try:

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import weakref
 from html import escape
 from typing import Any
 
 import ipywidgets as widgets
 
+from toolkit.core.callers import current_cell
 from toolkit.core.errors import ToolkitError
 from toolkit.models.model import Model
 from toolkit.ranks.cluster import Cluster
@@ -26,6 +28,7 @@ from toolkit.ui.lab.load_panel import LoadPanel
 from toolkit.ui.lab.memory_panel import MemoryPanel
 from toolkit.ui.lab.plan_panel import PlanPanel
 from toolkit.ui.lab.ranks import place_of
+from toolkit.ui.lab.rerun import cell, is_held
 from toolkit.ui.lab.traces_panel import TracesPanel
 from toolkit.ui.lab.tune_panel import TunePanel
 from toolkit.ui.lab.work import Work
@@ -35,7 +38,11 @@ TABS = ("Load", "Plan and export", "Generate and compare", "Tune", "Memory", "Tr
 
 
 class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """The app. `device`, `model` and `prompt` are the first values of its fields."""
+    """The app. `device`, `model` and `prompt` are the first values of its fields.
+
+    If a cell that makes a Lab runs again, the new Lab replaces the old one, which is closed and releases its model, unless
+    another variable or the output of another cell still has it.
+    """
 
     def __init__(
         self, device: str = "virtual:h200", model: str = "demo/qwen3", prompt: str = "The capital of France is"
@@ -58,6 +65,17 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.add_class("tk-lab")
         self._loaded()
         self._enable(True)
+        self._made_in, self._made_by, self._shown_in = cell(), current_cell(), set[str | None]()
+        self._replace_last()
+
+    def _replace_last(self) -> None:
+        """Close the Labs that earlier runs of this cell made. The front end has removed them."""
+        again = [lab for lab in _labs if lab._made_in is not None and lab._made_in == self._made_in]
+        for lab in again:
+            if lab._made_by != self._made_by and lab._shown_in <= {self._made_in} and not is_held(lab):
+                lab.close()
+                lab.loading.unload("Closed, because its cell ran again.")  # Out[] may still hold the Lab
+        _labs.add(self)
 
     @property
     def model(self) -> Model | RankedModel | None:
@@ -111,6 +129,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         for part in self.children:
             close(part)
         super().close()
+        _labs.discard(self)
 
     def start(self) -> None:
         """Load, generate and compare, like the Start button, and open the tab that shows it. Returns at once."""
@@ -156,6 +175,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
+        self._shown_in.add(cell())
         self._published = stills.publish(self._still, self._still_html(), repr(self)) or self._published
         return {**bundle, "text/plain": "" if self._published else repr(self)}
 
@@ -177,3 +197,6 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             do = 'Set it on all ranks, in a cell: lab.cluster.budget("8 GiB")'
             raise ToolkitError("a budget", "the model is on the ranks of a cluster, which have a device each", do)
         return self.model.device if self.model is not None else self.loading.opened(self.loading.device_field.value.strip())
+
+
+_labs: weakref.WeakSet[Lab] = weakref.WeakSet()
