@@ -35,7 +35,7 @@ def tensor(mib=4):
 
 def owners(variables=None):
     """Return the names of hidden memory on the GPU, and its bytes, without that of running functions."""
-    return {held.owner: held.bytes for held in hidden.listed(variables or {}) if not held.runs}
+    return {held.owner: held.bytes for held in hidden.listed(variables or {}) if not held.stays}
 
 
 class Node:
@@ -187,7 +187,7 @@ def test_variables_of_running_functions_have_names():
         names = {"batches in load() (thread 'loader (1)')[0]": 2 * MiB, "weights in outer()['up']": 4 * MiB}
         rows = use.by("owner")
         assert dict(zip(rows["owner"], rows["end_bytes"], strict=True)) == {"mine": 8 * MiB, **names}
-        assert {held.owner: held.bytes for held in hidden.listed({"mine": mine}) if held.runs} == names
+        assert {held.owner: held.bytes for held in hidden.listed({"mine": mine}) if held.stays} == names
         with pytest.raises(torch.OutOfMemoryError) as error, tk.budget("16 MiB"):
             tensor(10)
         (note,) = error.value.__notes__

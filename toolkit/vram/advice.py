@@ -158,12 +158,15 @@ def _let_go(
     on_gpu = {place: holder for place, holder in found.items() if place[0] != "cpu"}
     stale: dict[str, int] = {}
     callers: dict[str, int] = {}
+    widgets = 0
     results = hidden.results(shell)
     for place, holder in on_gpu.items():
         if place in visible:
             continue
         if holder.kind == hidden.GARBAGE:
             stale["reference cycles"] = stale.get("reference cycles", 0) + holder.bytes
+        elif hidden.of_widget(holder.owner):
+            widgets += holder.bytes
         elif root := hidden.running(holder.owner):
             callers[root] = callers.get(root, 0) + holder.bytes
         elif shell is not None and place not in with_error:
@@ -173,6 +176,7 @@ def _let_go(
     do = "gc.collect()" if shell is None else "%memory release"
     savings = [(f"{do} ({', '.join(stale)})", sum(stale.values()))]
     savings += [(f"del {root}", callers[root]) for root in sorted(callers, key=lambda name: -callers[name])[:4]]
+    savings.append(("closing the open widgets that hold memory: widget.close()", widgets))
     needed = _inputs(error)
     savings += _graphs(variables, found, needed)
     sizes = {place: holder.bytes for place, holder in on_gpu.items() if place in visible}

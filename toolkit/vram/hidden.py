@@ -1,7 +1,8 @@
 """Find memory that no variable of the caller holds, but tracebacks, results that a notebook keeps, and reference cycles.
 
 `find` names it, and `release` frees it. Memory that only Python's garbage collector can free has the kind "garbage". Variables
-of running functions, which called the caller or run on other threads, are named too; `release` does not free them.
+of running functions, which called the caller or run on other threads, and open widgets of a notebook with their callbacks are
+named too; `release` does not free what they hold.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from time import thread_time
@@ -36,6 +37,7 @@ _LEAST_LOOKED_AT = 4_000_000  # objects of a search in any case: a virtual machi
 _AT_ONCE = 16  # tensors of one search
 _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
+_OPEN = "an open "  # begins the name of a widget
 _PLAIN = (dict, list, tuple, set, frozenset)
 
 Found = dict[Place, Holder]
@@ -44,8 +46,8 @@ Found = dict[Place, Holder]
 def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseException | None = None) -> tuple[Found, Found]:
     """Return the owners of memory that can be reached from `variables` or from the user's modules, and those of other memory.
 
-    `error` is an error that is being handled, if any. Modules, running functions and reference cycles are searched only if
-    much memory has no owner without them. Of reference cycles, only the memory of GPUs is included.
+    `error` is an error that is being handled, if any. Modules, running functions, widgets and reference cycles are searched
+    only if much memory has no owner without them. Of reference cycles, only the memory of GPUs is included.
     """
     visible = owners.find(variables)
     held = owners.walk(_of_errors(error)) | results(shell)
@@ -53,6 +55,8 @@ def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseExce
         held = owners.walk(_of_threads()) | held
     if _unnamed(visible | held):
         visible |= {place: holder for place, holder in owners.walk(owners.of_modules()).items() if place not in visible | held}
+    if _unnamed(visible | held):
+        held = owners.walk(_of_widgets()) | held
     if _unnamed(visible | held):
         held |= _garbage(visible | held)
     return visible, {place: holder for place, holder in held.items() if place not in visible}
@@ -62,13 +66,13 @@ def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseExce
 class Hidden:
     """Memory on a GPU that no variable holds: its bytes, its owner, and the line that allocated it, if that was recorded.
 
-    `runs`: it is held by a running function, so that `release` does not free it.
+    `stays`: it is held by a running function or an open widget, so that `release` does not free it.
     """
 
     bytes: int
     owner: str
     where: str | None
-    runs: bool = False
+    stays: bool = False
 
     def __str__(self) -> str:
         return f"{bytes_text(self.bytes):>9}  {self.owner}{f', allocated in {self.where}' if self.where else ''}"
@@ -92,7 +96,7 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
     found = []
     for (name, where), holders in alike.items():
         owner = holders[0].owner if len(holders) == 1 else f"{name}, {len(holders)} blocks"
-        found.append(Hidden(sum(one.bytes for one in holders), owner, where, runs=bool(running(owner))))
+        found.append(Hidden(sum(one.bytes for one in holders), owner, where, stays=bool(running(owner)) or of_widget(owner)))
     return sorted(found, key=lambda held: -held.bytes)
 
 
@@ -103,7 +107,7 @@ def releasable() -> tuple[str, list[Hidden]]:
     """
     shell = ipython_shell()
     if shell is not None:
-        return "%memory release", [held for held in listed(user_variables(shell), shell) if not held.runs]
+        return "%memory release", [held for held in listed(user_variables(shell), shell) if not held.stays]
     found = listed(vars(sys.modules["__main__"]))
     return "gc.collect()", [held for held in found if held.owner.startswith(f"{GARBAGE}: ")]
 
@@ -124,6 +128,20 @@ def running(owner: str) -> str:
     return found[0] if found else ""
 
 
+def of_widget(owner: str) -> bool:
+    """Return whether `owner` is an open widget, or its callback."""
+    return owner.startswith((_OPEN, f"callback of {_OPEN}"))
+
+
+def except_for(found: Iterable[Hidden]) -> str:
+    """Return what `release` does not free of memory that was found, as the end of a sentence on what it frees."""
+    stay = [held.owner for held in found if held.stays]
+    widgets = any(of_widget(owner) for owner in stay)
+    functions = any(not of_widget(owner) for owner in stay)
+    who = ["running functions"] * functions + ["open widgets"] * widgets
+    return f", but not what {' and '.join(who)} hold{' (widget.close() does)' if widgets else ''}" if who else ""
+
+
 def _of_threads() -> Iterator[tuple[str, Any]]:
     """Yield the variables of the functions that run on each thread, up to the frames of the notebook's kernel.
 
@@ -141,6 +159,28 @@ def _of_threads() -> Iterator[tuple[str, Any]]:
         while frame is not None and not any(kernel in frame.f_code.co_filename.replace("\\", "/") for kernel in _KERNEL):
             yield from ((name + thread, value) for name, value in owners.of_frame(frame))
             frame = frame.f_back
+
+
+def _of_widgets() -> Iterator[tuple[str, Any]]:
+    """Yield the open widgets of a notebook and their callbacks, with their names."""
+    opened = list(getattr(sys.modules.get("ipywidgets.widgets.widget"), "_instances", {}).values())
+    values = {id(widget): getattr(widget, "_trait_values", {}) for widget in opened}
+    parents = {id(child): widget for widget in opened for child in values[id(widget)].get("children") or ()}
+    names = {}
+    for widget in opened:
+        top, text = widget, values[id(widget)].get("description")
+        for _ in range(20):  # boxes in boxes
+            top = parents.get(id(top), top)
+        within = "" if top is widget else f" (in a {type(top).__name__})"
+        names[id(widget)] = f"{_OPEN}{type(widget).__name__}{f' {text!r}' if text and type(text) is str else ''}{within}"
+    yield from ((names[id(widget)], widget) for widget in opened)
+    for widget in opened:
+        own = list(vars(widget).values())
+        dispatchers = [list(getattr(value, "callbacks", ())) for value in own if type(value).__name__ == "CallbackDispatcher"]
+        observers = [each for kinds in vars(widget).get("_trait_notifiers", {}).values() for each in kinds.values()]
+        for callback in (one for some in (*dispatchers, *observers) for one in some):
+            if id(getattr(callback, "__self__", None)) not in names:  # a method of a widget leads to that widget
+                yield f"callback of {names[id(widget)]}", callback
 
 
 def _watched(frame: FrameType | None) -> bool:

@@ -395,8 +395,7 @@ def hidden_html(found: list[hidden.Hidden]) -> str:
         for held in found
     )
     total = bytes_text(sum(held.bytes for held in found))
-    frees = "what no running function holds" if any(held.runs for held in found) else "it"
-    return f"{total} in all. Release frees {frees}.{_table(('held by', 'allocated in', 'bytes'), rows)}"
+    return f"{total} in all. Release frees it{hidden.except_for(found)}.{_table(('held by', 'allocated in', 'bytes'), rows)}"
 
 
 def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:

@@ -28,7 +28,7 @@ USAGE = """%memory on [--device NAME] [--budget SIZE]   measure each cell from n
 %memory off                                  stop measuring
 %memory                                      show the measured cells: a chart, and a picture of each cell
 %memory cell N                               show the zoomable picture of one cell
-%memory hidden                               list memory held without a variable: by tracebacks, Out[], reference cycles
+%memory hidden                               list memory held without a variable: by tracebacks, Out[], cycles, widgets
 %memory release                              free that memory
 %memory budget SIZE | none                   limit the allocator to SIZE, or lift the limit
 %memory whatif [GPU ...] [--settings CONF]   would the cells fit on other GPUs, or with other allocator settings?
@@ -167,7 +167,7 @@ class MemoryMagics(Magics):
         held = hidden.listed(user_variables(self.shell), self.shell)
         for holder in held:
             print(holder)
-        frees = "%memory release frees these" + (", but not what running functions hold." if any(h.runs for h in held) else ".")
+        frees = f"%memory release frees these{hidden.except_for(held)}."
         print(frees if held else "Nothing on a GPU is held without a variable.")
 
     def _release(self, words: list[str]) -> None:
