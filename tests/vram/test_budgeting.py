@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit.core.errors import BudgetError, DeviceError, RecorderError, ToolkitError
+from toolkit.vram import keepers
 
 MiB = 1 << 20
 
@@ -108,6 +110,8 @@ class Holder:
 
 
 class Remembering(nn.Module):
+    remembered = 0
+
     def __init__(self):
         super().__init__()
         self.net, self.hidden = nn.Linear(1024, 1024), []
@@ -115,12 +119,14 @@ class Remembering(nn.Module):
     def forward(self, x):
         y = self.net(x)
         self.hidden.append(y.detach())
+        Remembering.remembered += 1
         return y
 
 
 def advice_on(run, budget="128 MiB"):
     """Return what is proposed when `run` runs out of memory, one line per proposal."""
     gc.collect()  # what the last run held
+    torch.vgpu.empty_cache()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run(budget)
     return [line.strip() for line in caught.value.__notes__[0].partition("What would help:\n")[2].splitlines()]
@@ -168,6 +174,21 @@ def test_memory_under_several_names_is_freed_by_deleting_all_of_them(gpu):
     assert advice_on(read) == []  # the failing line reads it
 
 
+def test_names_that_are_not_walked_in_time_may_hold_everything(gpu, monkeypatch):
+    def run(budget):
+        with tk.budget(budget):
+            small, shared, large = ones(8), ones(16), ones(60)
+            also = [shared]
+            ones(64)
+        return small, shared, large, also
+
+    alike = ["del large: saves 60.0 MiB, enough", "del shared, also: saves 16.0 MiB", "del small: saves 8.00 MiB"]
+    assert advice_on(run) == alike
+    times = chain([0, 0, 1], repeat(10))  # when the searches of graphs and of names begin, before one name, later
+    monkeypatch.setattr(keepers, "thread_time", lambda: next(times))
+    assert advice_on(run) == alike[:1]
+
+
 def test_tensors_that_a_module_remembers_have_their_proposal(gpu):
     def run(budget):
         model = Remembering().to("vgpu")
@@ -176,7 +197,19 @@ def test_tensors_that_a_module_remembers_have_their_proposal(gpu):
             for _ in range(10):
                 model(x)
 
-    assert "del model.hidden: saves 96.0 MiB, enough" in advice_on(run)
+    proposed = advice_on(run)
+    assert f"del model.hidden: saves {16 * Remembering.remembered}.0 MiB, enough" in proposed
+
+
+def test_an_object_whose_method_fails_is_not_to_be_deleted(gpu):
+    class Trainer:
+        def run(self, budget):
+            with tk.budget(budget):
+                self.kept = [ones(60), ones(20)]
+                self.read = ones(30)
+                self.read * 2
+
+    assert advice_on(Trainer().run) == ["del self.kept: saves 80.0 MiB, enough"]
 
 
 def test_kept_graphs_have_their_proposal(gpu):

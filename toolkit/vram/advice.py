@@ -180,7 +180,11 @@ def _let_go(
     needed = _inputs(error)
     savings += _graphs(variables, found, needed)
     sizes = {place: holder.bytes for place, holder in on_gpu.items() if place in visible}
-    return savings + _deletions(keepers.names(variables), sizes, set(results), needed, missing)
+    of_root: dict[str, int] = {}
+    for holder in visible.values():
+        root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
+        of_root[root] = of_root.get(root, 0) + holder.bytes
+    return savings + _deletions(keepers.names(variables, of_root), sizes, set(results), needed, missing)
 
 
 def _deletions(
@@ -196,26 +200,23 @@ def _deletions(
             by_place[place].add(name.text)
     of_root: dict[str, set[str]] = {}
     for name in names:
-        of_root.setdefault(name.root, set()).add(name.text)
+        of_root.setdefault(name.root, set()).update([name.text] if name.places else [])
     stuck = {name.text for name in names if _is_needed(name, needed)}
-    sets = {frozenset(held) for held in (*by_place.values(), *of_root.values()) if held and not held & stuck}
+    sets = {frozenset(held) for held in (*by_place.values(), *of_root.values()) if held - {_RESULTS} and not held & stuck}
     saves = {held: sum(size for place, size in sizes.items() if by_place[place] and by_place[place] <= held) for held in sets}
     chosen: dict[frozenset[str], Saving] = {}
     for held in sorted(sets, key=lambda held: (-min(saves[held], missing), len(held), -saves[held])):
         less = [smaller for smaller in chosen if smaller < held]
         if len(chosen) < _MOST_DELETIONS and not any(saves[smaller] >= min(saves[held], missing) for smaller in less):
-            chosen[held] = (_deleting(held, names, of_root), saves[held])
+            whole = {root for root, own in of_root.items() if root not in stuck and (root in held or own <= held)}
+            chosen[held] = (_deleting(held, names, whole), saves[held])
     return list(chosen.values())
 
 
-def _deleting(held: frozenset[str], names: list[keepers.Name], of_root: Mapping[str, set[str]]) -> str:
-    """Return how to delete names in words. All names of an object are the object itself."""
-    texts = []
-    for name in names:
-        is_whole = name.root in held or of_root[name.root] <= held
-        if name.text in held and (not is_whole or name.root not in texts):
-            texts.append(name.root if is_whole else name.text)
-    values = {name.root: name.values[0] for name in names if not name.attribute}
+def _deleting(held: frozenset[str], names: list[keepers.Name], whole: set[str]) -> str:
+    """Return how to delete names in words. In place of all names of a variable in `whole`, the variable is named."""
+    texts = list(dict.fromkeys(name.root if name.root in whole else name.text for name in names if name.text in held))
+    values = {name.text: value for name in names for value in name.values}
     if len(held) == 1 and isinstance(values.get(texts[0]), nn.Module):
         return f'{texts[0]}.to("cpu"), until it is needed'
     more = f" and {len(texts) - _MOST_NAMES} more names of it" if len(texts) > _MOST_NAMES else ""
@@ -226,7 +227,7 @@ def _is_needed(name: keepers.Name, needed: Needed) -> bool:
     """Return whether the failing line needs a name, or whether it can't be deleted."""
     if any(id(value) in needed.values for value in name.values):
         return True
-    return name.text == "self" or name.attribute in needed.attributes
+    return name.text in ("self", "") or name.attribute in needed.attributes
 
 
 def _graphs(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder], needed: Needed) -> list[Saving]:

@@ -18,7 +18,7 @@ from toolkit.trace.ledger import whole
 from toolkit.vram import owners
 from toolkit.vram.owners import Holder, Place
 
-_MOST_S = 4.0  # seconds of processor time for all names together
+_MOST_S = 2.0  # seconds of processor time of each search
 _MODULE_TABLES = frozenset(vars(nn.Module()))
 _OWN = (str, bytes, Mapping, list, tuple, set, frozenset, type)  # objects without attributes of interest
 
@@ -38,14 +38,21 @@ class Name:
         return "" if self.text == self.root else self.text.rpartition(".")[2]
 
 
-def names(variables: Mapping[str, Any]) -> list[Name]:
-    """Return the names that reach memory on a GPU. A variable reaches what none of its listed attributes does.
+def names(variables: Mapping[str, Any], sizes: Mapping[str, int]) -> list[Name]:
+    """Return the names that reach memory on a GPU. A variable reaches what none of its listed attributes does, maybe nothing.
 
-    Returns an empty list if there is too much to walk: a name that is left out could hold memory, too.
+    `sizes` are bytes by variable: the largest are walked first. If there is too much to walk one by one, all others together
+    have the name "".
     """
-    found: list[Name] = []
+    found: dict[str, list[Name]] = {}
     ends_s = thread_time() + _MOST_S
-    for root, value in owners.users(variables).items():
+    left = owners.users(variables)
+    order = list(left)
+    for root in sorted(order, key=lambda name: -sizes.get(name, 0)):
+        if thread_time() > ends_s:
+            found[""] = [Name("", "", [], set(_on_gpus(owners.find(left))))]
+            break
+        value = left.pop(root)
         held = _on_gpus(owners.find({root: value}))
         if not held:
             continue
@@ -55,11 +62,8 @@ def names(variables: Mapping[str, Any]) -> list[Name]:
             module = isinstance(value, nn.Module)  # through a graph, an attribute reaches the weights of its module
             part.places = {place for place, holder in reached.items() if not module or holder.kind == "activations"}
         rest = set(held).difference(*(part.places for part in parts))
-        own = Name(root, root, [value], rest)
-        found += [name for name in (own, *parts) if name.places]
-        if thread_time() > ends_s:
-            return []
-    return found
+        found[root] = [Name(root, root, [value], rest), *(part for part in parts if part.places)]
+    return [name for root in (*order, "") for name in found.get(root, ())]
 
 
 def _on_gpus(found: Mapping[Place, Holder]) -> dict[Place, Holder]:
@@ -92,14 +96,16 @@ def graphs(variables: Mapping[str, Any], found: Mapping[Place, Holder], needed: 
     """
     only = {place: held for place, held in found.items() if "(its graph" in held.owner and place[0] != "cpu"}
     alike: dict[str, dict[str, torch.Tensor]] = {}  # tensors with graphs, by the name that holds them; one may have several
+    ends_s = thread_time() + _MOST_S
     for root, value in owners.users(variables).items() if only else ():
+        if thread_time() > ends_s:  # a name that is left out could hold the same graph
+            return []
         for path, tensor, _ in owners.tensors([(root, value)]):
             if tensor.grad_fn is not None:
                 alike.setdefault(whole(path), {})[path] = tensor
-    ends_s = thread_time() + _MOST_S
     kept = []
     for name, own in alike.items():
-        if thread_time() > ends_s:
+        if thread_time() > ends_s + _MOST_S:
             break
         seen: set[Any] = set()
         for other in (tensor for others, held in alike.items() if others != name for tensor in held.values()):
