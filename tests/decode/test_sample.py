@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from small_models import make
 from torch import Tensor
 
+import toolkit as tk
 from toolkit.core.errors import ModelError
 from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.gpu.opening import open_device
@@ -280,3 +284,34 @@ def test_options_are_a_key_and_stay_as_they_were_given():
     assert sampling == Sampling(0.5, logit_bias={3: 1.0})
     assert hash(sampling) == hash(Sampling(0.5, logit_bias={3: 1.0}))
     assert sampling != Sampling(0.5, logit_bias={3: 1.5})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9 has no effect with temperature=0"),
+        ({"top_k": np.int64(5), "min_p": 0.1, "temperature": 0}, "top_k=5 and min_p=0.1 have no effect with temperature=0"),
+    ],
+    ids=str,
+)
+def test_filters_that_temperature_0_ignores_are_named_at_the_users_line(options, said):
+    """Once per call, also if it generates several times."""
+    model = make(tk.device("cpu"))
+    for call in (tk.generate, partial(tk.compare, decode=["roundtrip", "double-buffered"])):
+        with pytest.warns(UserWarning, match=said) as found:
+            call(model, [1, 2, 3], max_new_tokens=2, **options)
+        assert [each.filename for each in found] == [__file__]
+
+
+@pytest.mark.filterwarnings("error")
+def test_filters_that_have_an_effect_or_are_off_need_no_warning():
+    model = make(tk.device("cpu"))
+    for options in ({"temperature": 0.5, "top_p": 0.9}, {"top_k": None, "top_p": 1.0, "min_p": 0}, {"logit_bias": None}):
+        tk.generate(model, [1, 2, 3], max_new_tokens=2, **options)
+
+
+def test_options_that_temperature_0_ignores_are_checked():
+    model = make(tk.device("cpu"))
+    for call in (tk.generate, tk.compare):
+        with pytest.raises(ModelError, match="top_p=2"):
+            call(model, [1, 2, 3], top_p=2)

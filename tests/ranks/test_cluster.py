@@ -306,6 +306,9 @@ def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluste
     assert set(run.trace["rank"].tolist()) == {0, 1}
     assert len(run.trace.collectives()) == 4 * 8
     assert capsys.readouterr().out.splitlines() == [f"rank 0: {token}" for token in run.tokens]
+    with pytest.warns(UserWarning, match="top_p=0.9 has no effect") as warned:  # in this process: ranks print no warnings
+        tk.generate(model, [1, 2, 3], max_new_tokens=1, top_p=0.9)
+    assert [each.filename for each in warned] == [__file__]
     table = tk.compare(model, [1, 2, 3], ["roundtrip", "whole-loop"], max_new_tokens=3).table
     assert list(table["strategy"]) == ["roundtrip", "whole-loop"]
     assert table["same_tokens"].all()

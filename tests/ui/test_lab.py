@@ -152,16 +152,17 @@ def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> 
     assert "1.00 MiB of 1.00 GiB" in app.loading.status.value
     (
         app.decoding.tokens_field.value,
+        app.decoding.temperature_field.value,
         app.decoding.top_k_field.value,
         app.decoding.top_p_field.value,
         app.decoding.seed_field.value,
-    ) = 6, 5, 0.9, 42
+    ) = 6, 0.8, 5, 0.9, 42
     app.decoding.generate_button.click()
     assert app.wait(SOON_S)
     assert app.error is None
     assert list(app.runs) == ["roundtrip", "double-buffered"]
     assert app.run is app.runs["double-buffered"]
-    options = {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "seed": 42}
+    options = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 42}
     names = ("roundtrip", "double-buffered")  # both are timed before the first one is recorded
     assert model.calls == [(name, record, options) for record in (False, True) for name in names]
     assert app.decoding.output.value.count("tick tick tick tick tick tick") == 2
@@ -225,6 +226,15 @@ def test_strategies_are_those_of_the_loaded_model(app: Lab, model: SimpleNamespa
 def test_models_and_schemes_are_offered(app: Lab) -> None:
     assert {"demo/qwen3", "random/gemma4-31b"} <= set(app.loading.model_field.options)
     assert {"", "none", "q4_k_m", "int4"} <= {value for _, value in app.loading.scheme_field.options}
+
+
+def test_filters_are_offered_unless_the_temperature_is_0(app: Lab) -> None:
+    panel = app.decoding
+    panel.top_k_field.value, panel.top_p_field.value = 5, 0.9
+    for temperature, filters in ((0.8, {"top_k": 5, "top_p": 0.9}), (0.0, {"top_k": None, "top_p": None})):
+        panel.temperature_field.value = temperature
+        assert filters.items() <= panel._options().items()
+        assert [one.disabled for one in (panel.top_k_field, panel.top_p_field)] == [temperature == 0] * 2
 
 
 def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamespace) -> None:

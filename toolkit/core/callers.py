@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -67,6 +68,14 @@ def caller() -> str | None:
             return f"{short_path(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the innermost line outside of this package as the cause: the user's line, however it got here."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE + os.sep):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 @lru_cache

@@ -20,6 +20,7 @@ from toolkit.core.errors import RecorderError, ToolkitError
 from toolkit.core.units import bytes_text, number_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import AFTER, Run
+from toolkit.decode.sampling import checked
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.model import Model, Remote, check_model
 from toolkit.trace.columns import COPY_KINDS
@@ -134,6 +135,7 @@ def compare(
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
     on different devices, for different ones with one name, and for an empty list of models or strategies.
     """
+    _, options = checked(options)
     if isinstance(model, Remote):
         return model.compare(prompt, decode, lines=lines, **options)  # type: ignore[no-any-return]
     names: Any = decode

@@ -25,7 +25,7 @@ from toolkit.core.units import plural
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s
-from toolkit.decode.sampling import Sampling
+from toolkit.decode.sampling import Sampling, checked
 from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.kernels.filters import NO_TOKEN
@@ -74,7 +74,7 @@ def generate(
             "hf-generate", the `generate` method of transformers, which returns all tokens at the end.
         max_new_tokens: The number of tokens to generate, at most. The text also ends where the context is full.
         temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed: See `toolkit.decode.sampling.Sampling`. With
-            temperature 0, the default, the most probable token is chosen.
+            temperature 0, the default, the most probable token is chosen. A warning then names filters that have no effect.
         stop: Strings that end the text, which then ends before the first of them. The device may have computed more tokens by
             then, which are dropped: one under strategies that read tokens a step late, at most 64 under "whole-loop".
         context: The number of positions in the cache, for the prompt and all new tokens but the last. Default: as many as the
@@ -104,11 +104,12 @@ def generate(
     another thread records a run on this device, or generates while this run is to be recorded.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
+    if not isinstance(model, Remote):
+        check_model(model)
+    sampling, asked = checked(asked)
     if isinstance(model, Remote):
         return model.generate(**asked)  # type: ignore[no-any-return]
-    check_model(model)
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
-    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
     ids = prompt_ids(model, prompt)
     if prefix is not None:
         if not isinstance(prefix, Prefix):

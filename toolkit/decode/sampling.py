@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit import ops
+from toolkit.core.callers import warn
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer, real, seed_of
 from toolkit.kernels.filters import MOST_TOKENS, WORK, Rules, numbers_of
@@ -77,6 +79,31 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def unused(self) -> list[str]:
+        """The names of filters that were given, but have no effect because sampling is greedy."""
+        given = {"top_k": self.top_k is not None, "top_p": self.top_p not in (None, 1), "min_p": self.min_p not in (None, 0)}
+        return [name for name, is_given in given.items() if is_given and self.greedy]
+
+
+def checked(options: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
+    """Return the `Sampling` of options of `tk.generate`, and the options with None for filters that have no effect.
+
+    Warns about these filters, and only here: whatever passes the returned options on is not warned about them again. Raises
+    ModelError for values out of range.
+    """
+    names = {each.name for each in fields(Sampling)} & options.keys()
+    given = {name: options[name] for name in names if name != "logit_bias" or options[name] is not None}
+    sampling = Sampling(**given)
+    if sampling.unused:
+        said = " and ".join(f"{name}={brief(getattr(sampling, name))}" for name in sampling.unused)
+        have = "has" if len(sampling.unused) == 1 else "have"
+        warn(
+            f"{said} {have} no effect with temperature=0, the default, which always chooses the most probable token. "
+            f"Leave out {' and '.join(sampling.unused)}, or give a temperature above 0 to draw tokens."
+        )
+    return sampling, {**options, **dict.fromkeys(sampling.unused)}
 
 
 class Sampler:

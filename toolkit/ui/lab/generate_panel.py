@@ -91,6 +91,8 @@ class GeneratePanel(Panel):
         self.code = CopyAsCode(self._snippets, (self.prompt_field, *chosen, *options, *places))
         for one in places:
             one.observe(lambda _: self._chose(), "value")
+        self.temperature_field.observe(lambda _: self._offer_filters(), "value")
+        self._offer_filters()
         super().__init__(
             self.prompt_field, row(*chosen), row(*options), row(self.generate_button), self.code, self.status, self.output,
             self.timeline_box, self.table,
@@ -140,16 +142,22 @@ class GeneratePanel(Panel):
                 one.options = options
                 one.value = next(name for name in (chosen, usual, options[0]) if name in options)
 
+    def _offer_filters(self) -> None:
+        """Enable the filters unless the temperature is 0: the most probable token is then chosen in any case."""
+        for one in (self.top_k_field, self.top_p_field):
+            one.disabled = self.temperature_field.value == 0
+
     def _strategies(self) -> list[str]:
         a, b = self.a_field.value, self.b_field.value
         return [a] if b in (_NONE, a) else [a, b]
 
     def _options(self) -> dict[str, Any]:
-        return {
+        options = {
             "max_new_tokens": self.tokens_field.value, "temperature": self.temperature_field.value,
             "top_k": self.top_k_field.value or None, "top_p": self.top_p_field.value if self.top_p_field.value < 1 else None,
             "seed": self.seed_field.value,
         }  # fmt: skip
+        return options if options["temperature"] else options | {"top_k": None, "top_p": None}
 
     def generate_now(self) -> None:
         """Load the chosen model if none is loaded, and generate, in this thread."""
