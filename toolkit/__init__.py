@@ -38,6 +38,7 @@ _PUBLIC = {
     "cluster": "toolkit.ranks.cluster:cluster",
     "Lab": "toolkit.ui.lab.app:Lab",
     "Trace": "toolkit.trace.events:Trace",
+    "errors": "toolkit.core.errors",
     "ToolkitError": "toolkit.core.errors:ToolkitError",
     "CopyBudgetError": "toolkit.core.errors:CopyBudgetError",
     "BudgetError": "toolkit.core.errors:BudgetError",
@@ -49,6 +50,7 @@ __all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
 
 if TYPE_CHECKING:
     from toolkit import tune as tune
+    from toolkit.core import errors as errors
     from toolkit.core.errors import BudgetError as BudgetError
     from toolkit.core.errors import CopyBudgetError as CopyBudgetError
     from toolkit.core.errors import PackageError as PackageError

@@ -4,10 +4,16 @@ import pickle
 
 import pytest
 
+import toolkit
 from toolkit.core import errors
 from toolkit.core.errors import ToolkitError, UnknownNameError, unknown_name
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ToolkitError)]
+
+
+def test_every_error_can_be_caught_by_its_name():
+    assert dir(toolkit.errors) == sorted(kind.__name__ for kind in KINDS)
+    assert toolkit.errors.ModelError is errors.ModelError
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

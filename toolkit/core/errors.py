@@ -1,10 +1,22 @@
-"""The toolkit's exceptions. Each message says what was asked for, what was found instead, and what to do about it."""
+"""The toolkit's exceptions, which users know as `tk.errors`.
+
+Each message says what was asked for, what was found instead, and what to do about it.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
 from functools import partial
+
+__all__ = [
+    "BudgetError", "CancelledError", "CopyBudgetError", "DeviceError", "FormatError", "HubError", "ModelError", "PackageError",
+    "RankError", "RecorderError", "ToolkitError", "TraceError", "UnknownNameError",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 class ToolkitError(Exception):
