@@ -192,3 +192,12 @@ def test_public_names_all_load() -> None:
         assert getattr(toolkit, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         toolkit.nonsense  # noqa: B018  # the access is the test
+
+
+@pytest.mark.parametrize("name", ["toolkit", "toolkit.tune", "toolkit.ops", "toolkit.core.errors"])
+def test_only_public_names_are_listed(name: str) -> None:
+    import importlib
+
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, each) for each in dir(module) if each != "Lab")

@@ -23,3 +23,7 @@ __all__ = [
     "moe_fits", "norm_add", "on_gpu", "read_codes", "read_first", "record_problems", "rms_norm", "sample", "takes_quantized",
     "write_codes", "write_heads",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -35,8 +35,14 @@ from toolkit.tune.watching import watch as watch
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = ["choices", "choose", "explore", "kernels", "warm", "watch"]
+
 AFTER_CANCEL = "Results so far are stored; run it again to resume"
 WITHOUT_GPU = "h200"  # configs are compiled for it if there is no GPU and none is named
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def explore(
