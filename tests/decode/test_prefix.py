@@ -127,3 +127,10 @@ def test_one_run_at_a_time(model):
     with prefix.in_use(), pytest.raises(ModelError, match="another run uses it"):
         generate(model, "roundtrip", IDS[:21], prefix=prefix)
     assert generate(model, "roundtrip", IDS[:21], prefix=prefix).tokens
+
+
+def test_a_prefix_says_what_it_holds():
+    prefix = Prefix(make(tk.device("cpu")), IDS, 64)
+    assert repr(prefix) == f"Prefix(60 tokens in {prefix.cache!r})"
+    prefix.free()
+    assert repr(prefix) == "Prefix(60 tokens in Cache(freed))"

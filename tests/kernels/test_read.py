@@ -17,3 +17,7 @@ def test_sums_of_rows_wrap_around_as_the_reference(shape):
     inputs = READ.inputs(shape, DEVICE, seed=1)
     for config in READ.space(shape)[:3]:
         assert torch.equal(READ.run(shape, config, inputs)[0], READ.reference(shape, inputs)[0])
+
+
+def test_a_kernel_says_its_name():
+    assert repr(READ) == "Kernel('read', 1 known shape)"

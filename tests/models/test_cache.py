@@ -244,3 +244,12 @@ def test_a_cache_that_does_not_fit_leaves_nothing_behind():
     with pytest.raises(torch.OutOfMemoryError):
         cache.fill([partial(KeysValues, 2, 8, 16, F32, device.torch), too_much])
     assert device.memory().allocated_bytes == empty
+
+
+def test_a_cache_says_what_it_holds():
+    cache = tk.load("demo/qwen3", "cpu", progress=False).new_cache(64)
+    assert repr(cache) == "Cache(3 layers, 0 of 64 positions filled, 192 KiB)"
+    cache.bound(5)
+    assert "5 of 64 positions" in repr(cache)
+    cache.free()
+    assert repr(cache) == "Cache(freed)"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
+from toolkit.core.blocks import block
 from toolkit.core.errors import CopyBudgetError, DeviceError, RecorderError, ToolkitError, unknown_name
 from toolkit.core.numbers import integer
 from toolkit.core.units import bytes_text
@@ -18,7 +18,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.trace.events import Trace
 
 
-@contextmanager
+@block("with tk.copy_budget(h2d=0, d2h=1):")
 def copy_budget(
     h2d: int | None = None,
     d2h: int | None = None,

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import LARGEST, integer
+from toolkit.core.units import plural
 from toolkit.models.cache import Cache
 from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model, Remote, check_model
@@ -70,6 +71,9 @@ class Prefix:
             except BaseException:
                 self.cache.free()
                 raise
+
+    def __repr__(self) -> str:
+        return f"Prefix({plural(len(self.ids), 'token')} in {self.cache})"
 
     def check(self, model: Model, ids: Sequence[int], context: int | None, kv: str | None) -> int:
         """Return the size of the cache. Raises ModelError unless a run of `model` on the prompt `ids` can start here."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from toolkit.core.blocks import block
 from toolkit.core.errors import DeviceError, RecorderError
 from toolkit.core.signals import signals_deferred
 from toolkit.trace.events import Trace
@@ -178,7 +179,7 @@ class Device(ABC):
         found = "this device has no caching allocator to limit"
         raise DeviceError(f"a memory budget on {self.name}", found, _USE_A_GPU)
 
-    @contextmanager
+    @block("with tk.record(device) as trace:")
     def record(self, *, lines: bool = True, exclusive: bool = False) -> Iterator[Trace]:
         """Record everything that runs on this device inside the `with` block. Read the trace after the block.
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from toolkit.core.units import plural
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.kernels import interpreter
 
@@ -153,6 +154,9 @@ class Kernel(ABC):
     lengths: ClassVar[tuple[str, ...]] = ()
     cosine: ClassVar[float] = 0.999  # the smallest cosine similarity to the reference that passes
     max_abs: ClassVar[float] = 1e-2  # the largest error that passes, relative to the reference's largest value
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r}, {plural(len(self.known), 'known shape')})"
 
     @abstractmethod
     def space(self, shape: Shape) -> Sequence[Config]:

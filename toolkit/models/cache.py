@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toolkit import ops
 from toolkit.core.errors import ModelError
+from toolkit.core.units import bytes_text, plural
 from toolkit.ops import HeadLayout, Operand, Projected
 from toolkit.ops.reference.attention import hidden_slots
 
@@ -179,6 +180,13 @@ class Cache:
         self.context = slots.shape[0]
         self.length = 0  # upper bound on the number of tokens fed
         self._kept: dict[int, list[list[Tensor]]] = {}
+
+    def __repr__(self) -> str:
+        if not self.states:
+            return "Cache(freed)"
+        held = sum(tensor.nbytes for state in self.states if state is not None for tensor in state.tensors())
+        room = f"{self.length:,} of {plural(self.context, 'position')} filled"
+        return f"Cache({plural(len(self.states), 'layer')}, {room}, {bytes_text(held)})"
 
     def fill(self, makers: list[Callable[[], State] | None]) -> Cache:
         """Create the states of all layers in order. If the memory does not suffice, everything is freed again."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.blocks import block
 from toolkit.core.errors import DeviceError
 from toolkit.core.units import seconds_text
 
@@ -85,7 +85,7 @@ _open: list[Watching] = []
 _lock = threading.Lock()
 
 
-@contextmanager
+@block("with tk.tune.watch() as seen:")
 def watch() -> Iterator[Watching]:
     """Record the `@triton.autotune` kernels that are called in a `with` block, in any thread.
 
