@@ -16,6 +16,7 @@ from toolkit.core.errors import TraceError
 from toolkit.trace.clocks import align
 from toolkit.trace.events import TraceBuilder
 from toolkit.trace.join import join
+from toolkit.ui.lessons.two_gpus import two_runs
 
 DATA = Path(__file__).parent / "data"
 
@@ -154,6 +155,10 @@ def test_an_early_end_bounds_a_wait(tmp_path):
 def test_a_trace_without_collectives_has_empty_tables():
     trace = tk.open_trace("h200/qwen3/roundtrip")
     assert len(trace.collectives()) == len(trace.ranks()) == 0
+    several = two_runs()[0].ranks()
+    assert len(several) == 2
+    assert trace.ranks().dtypes.to_dict() == several.dtypes.to_dict()
+    assert trace.ranks()["caused_wait_us"].sum() == 0
 
 
 # ---- saved, and taken apart again

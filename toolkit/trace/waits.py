@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from toolkit.trace.events import Trace
 
 Ints = NDArray[np.int64]
+_RANKS = {
+    "rank": "int64", "device": "str", "collectives": "int64", "bytes": "int64", "last_count": "int64",
+    "caused_wait_us": "float64", "wait_us": "float64", "clock_error_us": "float64",
+}  # fmt: skip
 _FEW, _SPARSE = 1 << 20, 32  # entries of a table of collectives and ranks: any number up to _FEW, and this many per event
 
 
@@ -139,4 +143,4 @@ def ranks_table(trace: Trace) -> pd.DataFrame:
             "last_count": int(came_last.sum()), "caused_wait_us": float(caused[came_last].sum() / 1e3),
             "wait_us": float(found.wait[:, i].sum() / 1e3), "clock_error_us": np.nan if error is None else error,
         })  # fmt: skip
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=list(_RANKS)).astype(_RANKS)  # the same columns without any row
