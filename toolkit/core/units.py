@@ -89,18 +89,21 @@ def parse_bytes(value: int | float | str) -> int:
     """Return a size in bytes, given as a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
 
     GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. A comma separates thousands ("1,024 MB"). Raises
-    ToolkitError for anything else.
+    ToolkitError for anything else, also for 0.5 and 1.5, which are hardly meant in bytes.
     """
+    found, scale = None, 1
     if isinstance(value, str):
         number = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+)(?:e[+-]?[0-9]+)?"
         match = re.fullmatch(rf"\s*({number})\s*([a-z]*)\s*", value.lower())
-        if match and match[2] in _SCALES and (found := float(match[1].replace(",", "")) * _SCALES[match[2]]) < 1e18:
-            return int(found)
+        if match and match[2] in _SCALES:
+            scale = _SCALES[match[2]]
+            found = float(match[1].replace(",", "")) * scale
     elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
-        return int(value)
-    raise ToolkitError(
-        f"a size of {brief(value)}", "not a number of bytes", 'Write it as "24 GiB", "8 GB" or a number of bytes'
-    )
+        found = value
+    if found is not None and found < 1e18 and not (found % 1 and found < (KiB if scale == 1 else 1)):
+        return int(found)
+    what = "not a number of bytes" if found is None or found >= 1e18 else "not a whole number of bytes"
+    raise ToolkitError(f"a size of {brief(value)}", what, 'Write it as "24 GiB", "8 GB" or a number of bytes')
 
 
 def print_any_text() -> None:

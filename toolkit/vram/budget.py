@@ -55,10 +55,11 @@ class Budget:
             )
         if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
             found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
-            if n_bytes < _LEAST:
-                found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
             least = bytes_text(max(memory.reserved_bytes, _LEAST))
             do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}{unheld.sentence()}"
+            if n_bytes < _LEAST:
+                found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
+                do = f'Set a budget of at least {least}. A number without a unit is in bytes: write "24 GiB"'
             raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
         gpu.limit(n_bytes)
         _explain_errors(True)
