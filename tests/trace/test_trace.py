@@ -194,6 +194,12 @@ def test_a_column_that_does_not_exist_is_named():
         random_trace(3)["byte"]
 
 
+@pytest.mark.parametrize("read", [list, lambda t: t[0], lambda t: t[:2], lambda t: t[None]], ids=["list", "0", ":2", "None"])
+def test_events_by_number_are_refused_with_what_to_use(read):
+    with pytest.raises(UnknownNameError, match=r"^trace\[.*is the name of a column. Use trace.to_pandas\(\)"):
+        read(random_trace(3))
+
+
 @pytest.mark.parametrize("column", ["kind", "bytes", "nome"])
 def test_only_text_columns_are_decoded(column):
     with pytest.raises(UnknownNameError, match="Known: algorithm, group, name, operation, owner, where"):

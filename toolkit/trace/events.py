@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.display import render
-from toolkit.core.errors import RecorderError, TraceError, unknown_name
+from toolkit.core.errors import RecorderError, TraceError, UnknownNameError, brief, unknown_name
 from toolkit.core.files import at_home, open_regular, replacing, shown
 from toolkit.core.schema import convert, parse_json
 from toolkit.trace.arrays import read_arrays
@@ -125,6 +125,9 @@ class Trace:
     def __getitem__(self, column: str) -> NDArray[Any]:
         """Return a column. Raises UnknownNameError if there is none of this name."""
         columns = self.columns
+        if not isinstance(column, str):  # also for the first step of `list(trace)`
+            do = "Use trace.to_pandas() for a table with one row per event, and trace.select(mask) for some of the events"
+            raise UnknownNameError(f"trace[{brief(column)}]", "the index of a trace is the name of a column", do)
         if column not in columns:
             raise unknown_name("column", column, columns)
         return columns[column]
