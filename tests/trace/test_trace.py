@@ -8,11 +8,14 @@ import zipfile
 
 import numpy as np
 import pytest
+import torch
 
 from toolkit.core.errors import RecorderError, TraceError, UnknownNameError
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, TEXT_COLUMNS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Mark, Trace, TraceBuilder
+from toolkit.trace.opening import open_trace
+from toolkit.vram.measure import open_memory
 
 
 def random_trace(n: int, seed: int = 0) -> Trace:
@@ -359,10 +362,41 @@ def test_a_file_of_version_1_opens_without_what_it_did_not_have(tmp_path):
     assert trace.text("where") == ["a.py:1"]
 
 
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_a_checkpoint_is_named(tmp_path, new):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "model.pt", _use_new_zipfile_serialization=new)
+    for function in (open_trace, open_memory):
+        with pytest.raises(TraceError, match=r"a file of torch.save, such as a checkpoint\. tk\.open_trace opens"):
+            function(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.zip", {"a.txt": "x", "b.txt": "x"}, "a zip archive of 'a.txt', 'b.txt'. tk.open_trace opens"),
+        ("a.npz", {"a.npy": "x"}, "a zip archive of 'a.npy'. tk.open_trace opens"),
+        ("a.zip", {}, "a zip archive of no files. tk.open_trace opens"),
+        ("a.gguf", b"GGUF\3", "the weights of a model. Load models with tk.load. tk.open_trace opens"),
+        ("a.safetensors", b"\2\0\0\0\0\0\0\0{}", "the weights of a model. Load models with tk.load. tk.open_trace opens"),
+        ("a.txt", b"hello", "its format is unknown. tk.open_trace opens"),
+        ("a.pt", b"hello", "not a pickle of protocol 2 or later. tk.open_trace opens"),
+    ],
+)
+def test_files_of_other_formats_are_named(tmp_path, name, content, said):
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for member, text in content.items():
+                archive.writestr(member, text)
+    with pytest.raises(TraceError, match=said):
+        open_trace(tmp_path / name)
+
+
 def test_a_missing_column_is_a_trace_error(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, header=header())
-    with pytest.raises(TraceError, match="damaged"):
+    with pytest.raises(TraceError, match=r"damaged or not a trace \(it has no column 'start_ns'\)"):
         Trace.load(path)
 
 

@@ -10,13 +10,30 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.errors import TraceError
+
 ALLOWANCE_BYTES = 64 << 20
 MOST_PER_BYTE = 100  # of what compressed traces really are: about 10, repetitive ones 30
+OPENED = (
+    "tk.open_trace opens files of Trace.save, Chrome JSON (.json, .json.gz), Nsight Systems (.sqlite), and PyTorch memory "
+    "snapshots (torch.cuda.memory._dump_snapshot)"
+)
+CHECKPOINT = "it is a file of torch.save, such as a checkpoint"
 
 
 def most_unpacked(packed_bytes: int) -> int:
     """Return the most bytes that compressed data of this size may become: 64 MiB and 100 bytes per byte."""
     return ALLOWANCE_BYTES + MOST_PER_BYTE * packed_bytes
+
+
+def check_archive(file: BinaryIO, asked: str) -> None:
+    """Raise TraceError that says what a zip archive is if it is no trace, and zipfile.BadZipFile if it is damaged."""
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+    if "header.npy" in names:
+        return
+    found = f"it is a zip archive of {', '.join(repr(name)[:40] for name in names[:3]) or 'no files'}"
+    raise TraceError(asked, CHECKPOINT if any(name.endswith("data.pkl") for name in names) else found, OPENED)
 
 
 def read_arrays(file: BinaryIO, size: int, names: Container[str]) -> dict[str, NDArray[Any]]:

@@ -27,7 +27,7 @@ from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError, UnknownNameError, brief, unknown_name
 from toolkit.core.files import at_home, open_regular, replacing, shown
 from toolkit.core.schema import convert, parse_json
-from toolkit.trace.arrays import read_arrays
+from toolkit.trace.arrays import check_archive, read_arrays
 from toolkit.trace.chrome.write import write_chrome
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS
 from toolkit.trace.copies import copies_per_step
@@ -254,6 +254,7 @@ class Trace:
         try:
             with open_regular(path, asked, TraceError) as file:
                 arrays = read_arrays(file, os.fstat(file.fileno()).st_size, {"header", *COLUMNS})
+                check_archive(file, asked)
             header: _Header = parse_json(arrays["header"].tobytes(), _Header)
             if header["format"] != "toolkit-trace":
                 raise TraceError(asked, "it is not a trace written by Trace.save", "Use tk.open_trace for other formats")
@@ -263,9 +264,9 @@ class Trace:
             meta = check_meta(header["meta"])
             columns = {name: arrays[name] for name in COLUMNS if name in arrays or name not in OPTIONAL}
         except _DAMAGE as error:
-            raise TraceError(
-                asked, f"it is damaged or not a trace ({error})", "Save the trace again, or use tk.open_trace for other formats"
-            ) from error
+            why = f"it has no column {error}" if isinstance(error, KeyError) else error
+            do = "Copy the complete file or save the trace again. For other formats, use tk.open_trace"
+            raise TraceError(asked, f"it is damaged or not a trace ({why})", do) from error
         problem = _problem(columns, len(header["strings"]))
         if problem:
             raise TraceError(asked, problem, "The file is damaged: save the trace again")

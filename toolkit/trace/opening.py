@@ -14,6 +14,7 @@ from pathlib import Path
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import check_path, open_regular, shown
+from toolkit.trace.arrays import OPENED
 from toolkit.trace.events import Trace
 from toolkit.trace.join import join
 from toolkit.trace.shipped import shipped_file
@@ -106,9 +107,7 @@ def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
     if start[:1] == _PICKLE:
         return TraceError(asked, "it is a compressed pickle", "Decompress it first: gunzip FILE")
     if suffix in (".pkl", ".pickle", ".pt", ".pth"):
-        do = "Only memory snapshots can be opened: pickles written by torch.cuda.memory._dump_snapshot"
-        return TraceError(asked, "it is not a pickle of protocol 2 or later", do)
-    return TraceError(
-        asked, "its format is unknown",
-        "Supported formats: Trace.save, Chrome JSON (.json, .json.gz), Nsight Systems (.sqlite), PyTorch memory snapshots",
-    )  # fmt: skip
+        return TraceError(asked, "it is not a pickle of protocol 2 or later", OPENED)
+    if start.startswith(b"GGUF") or suffix == ".safetensors":
+        return TraceError(asked, "it holds the weights of a model", f"Load models with tk.load. {OPENED}")
+    return TraceError(asked, "its format is unknown", OPENED)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import open_regular
+from toolkit.trace.arrays import CHECKPOINT, OPENED
 from toolkit.trace.assemble import from_columns
 from toolkit.trace.events import Trace
 from toolkit.trace.snapshot.block_sizes import Rules
@@ -27,6 +28,7 @@ from toolkit.trace.snapshot.rows import Table, device_rows, joined
 ACTIVE, PENDING, INACTIVE = range(3)  # states of a block: allocated, freed but still used by a stream, free
 _STATES = {"active_allocated": ACTIVE, "active_pending_free": PENDING, "active_awaiting_free": PENDING}
 MOST_DEVICES = 127  # PyTorch's device indices are 8 bits
+_OF_TORCH_SAVE = 0x1950A86A20F9469CFC6C  # MAGIC_NUMBER of torch/serialization.py, with which files before PyTorch 1.6 begin
 _MAKE_AGAIN = "Write it again with torch.cuda.memory._dump_snapshot(path)"
 
 
@@ -37,8 +39,8 @@ def read_snapshot(path: Path) -> Trace:
     with open_regular(path, asked, TraceError) as file:
         found = PickleStream(file, os.fstat(file.fileno()).st_size, asked, entries).load()
     if not isinstance(found, dict) or "segments" not in found:
-        what = f"it is a pickle of {_what(found)}"
-        raise TraceError(asked, what, "Only pickles written by torch.cuda.memory._dump_snapshot can be opened")
+        what = CHECKPOINT if found == _OF_TORCH_SAVE else f"it is a pickle of {_what(found)}"
+        raise TraceError(asked, what, OPENED)
     try:
         traces = [_rows(entries, listed(trace)) for trace in listed(found.pop("device_traces", ()))]
         segments = listed(found.get("segments", ()))
@@ -57,7 +59,7 @@ def _what(value: Any) -> str:
     if isinstance(value, dict):
         keys = ", ".join(repr(key)[:40] for key in list(value)[:4])
         return f"a dict with {keys or 'no keys'}, without 'segments'"
-    names = {list: "a list", Shared: "a list", str: "a string"}
+    names = {list: "a list", Shared: "a list", str: "a string", int: "an int"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
