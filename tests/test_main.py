@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import toolkit as tk
 from toolkit.__main__ import main
 
 
@@ -107,3 +108,29 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("toolkit.__main__.run", interrupted)
     assert main(["run", "demo/qwen3", "The"]) == 130
     assert capsys.readouterr().err == "Interrupted\n"
+
+
+def test_plan_prints_what_tk_plan_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "random/qwen3-8b", "--device", "rtx-4090", "--context", "8192", "--scheme=q4_k_m", "--budget=4 GiB"]
+    plan = tk.plan("random/qwen3-8b", "rtx-4090", "4 GiB", 8192, scheme="q4_k_m")
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{plan}\n"
+    assert main([*command, "--gpus"]) == 0
+    assert capsys.readouterr().out == f"{plan.gpus().to_string()}\n"
+    assert main(["plan", "demo/qwen3", "--budget", "0.5"]) == 1
+    assert capsys.readouterr().err.startswith("ToolkitError: a size of '0.5': not a whole number of bytes. ")
+
+
+def test_open_prints_copies_ranks_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, snapshot = tmp_path / "page.html", Path(__file__).parent / "trace" / "data" / "snapshot_h200_all.pickle"
+    assert main(["open", "h200/qwen3/roundtrip", "--html", str(page)]) == 0
+    said, trace = capsys.readouterr().out, tk.open_trace("h200/qwen3/roundtrip")
+    assert said.startswith(f"{trace}\n\n{trace.copies().to_string(index=False)}\n\nTimeline: {page} ")
+    assert page.exists()
+    files = [str(file) for file in sorted(snapshot.parent.glob("nccl_ddp_h100-*.json.gz"))]
+    assert main(["open", *files]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{tk.open_trace(files).ranks().to_string(index=False)}\n")
+    assert main(["open", str(snapshot)]) == 0
+    assert capsys.readouterr().out == f"{tk.open_trace(snapshot)}\n\n{tk.open_memory(snapshot)}\n"
+    assert main(["open", __file__]) == 1
+    assert "its format is unknown. tk.open_trace opens" in capsys.readouterr().err

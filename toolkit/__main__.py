@@ -2,6 +2,8 @@
 
     python -m toolkit demo                                 compare every decode strategy with a demo model
     python -m toolkit run MODEL PROMPT                     generate, and save the trace with --save
+    python -m toolkit plan MODEL --device rtx-4090         predict the memory of a model on a GPU
+    python -m toolkit open FILE                            print what a trace or a memory snapshot has
     torchrun --nproc-per-node 2 -m toolkit run MODEL PROMPT     the same on two ranks, which divide the model
 
 The demo generates under every strategy on the virtual GPU (and on CUDA, if available), prints the comparison, writes a
@@ -23,6 +25,7 @@ from toolkit.core.errors import RankError
 from toolkit.core.files import check_writable
 from toolkit.core.units import drop_output, print_any_text
 from toolkit.ranks.runs import collected
+from toolkit.vram.measure import MemoryUse
 
 PROMPT = "The capital of France is"
 
@@ -94,6 +97,31 @@ def run(options: argparse.Namespace) -> None:
             print(f"Saved as {whole.save(options.save)}: tk.open_trace shows it")
 
 
+def show_plan(options: argparse.Namespace) -> None:
+    """Print the memory that a model needs on a GPU, or with --gpus whether it fits on each GPU of the catalogue."""
+    found = tk.plan(
+        options.model, options.device, options.budget, options.context, scheme=options.scheme, dtype=options.dtype,
+        kv=options.kv, run_budget=options.run_budget, tensor_parallel=options.tensor_parallel,
+    )  # fmt: skip
+    print(found.gpus().to_string() if options.gpus else found)
+
+
+def show_trace(options: argparse.Namespace) -> None:
+    """Print the events of a trace, and its copies per step, or its memory if it has no steps. Several files are ranks."""
+    if options.html is not None:
+        check_writable(options.html, tk.ToolkitError)
+    trace = tk.open_trace(options.files[0] if len(options.files) == 1 else options.files)
+    copies = trace.copies()
+    print(trace)
+    for table in (copies, trace.ranks()):
+        if len(table):
+            print(f"\n{table.to_string(index=False)}")
+    if not len(copies) and trace.is_kind("alloc", "free").any():
+        print(f"\n{MemoryUse(trace)}")
+    if options.html is not None:
+        print(f"\nTimeline: {trace.to_html(options.html)} (open it in a browser; it needs no network)")
+
+
 def _print_piece(token: int, text: str) -> None:
     print(text, end="", flush=True)
 
@@ -115,12 +143,35 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("--save", type=Path, help="the file for the run and its trace, which has the events of all ranks")
 
 
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="predict the GPU memory of exporting and running a model; needs no GPU")
+    parser.add_argument("model", help='"Qwen/Qwen3-8B", "random/gemma4-31b", a folder, a .gguf file')
+    parser.add_argument("--device", default="auto", help='"rtx-4090", "cuda"... (default: CUDA if available, or h200)')
+    parser.add_argument("--context", type=int, help="positions in the cache (default: 4,096)")
+    parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
+    parser.add_argument("--dtype", help='the dtype of computation, such as "bfloat16" (default: that of the model)')
+    parser.add_argument("--kv", default="auto", help='"int8", "int4", "k4v8" (default: the first format that fits)')
+    parser.add_argument("--budget", help='GPU memory for the export, such as "4 GiB" (default: all)')
+    parser.add_argument("--run-budget", help='GPU memory for running, such as "12 GiB" (default: all)')
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that divide the model (default: 1)")
+    parser.add_argument("--gpus", action="store_true", help="print on which GPUs of the catalogue the model fits")
+
+
+def _add_open(commands: Any) -> None:
+    parser = commands.add_parser("open", help="print the copies per step of a trace, or the memory of a snapshot")
+    what = "a file of the toolkit, the PyTorch profiler or Nsight Systems, or a memory snapshot; of several ranks, all files"
+    parser.add_argument("files", nargs="+", metavar="FILE", help=what)
+    parser.add_argument("--html", type=Path, help="also write this page with the timeline")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status. Prints errors of the toolkit and interrupts as one line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="See every copy of every decode step.")
     parser.add_argument("--version", action="version", version=f"toolkit {tk.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
+    _add_plan(commands)
+    _add_open(commands)
     shown = commands.add_parser("demo", help="generate under every strategy, print the copies, write a page of timelines")
     shown.add_argument("--out", type=Path, default=Path("demo.html"), help="the page to write (default: demo.html)")
     shown.add_argument("--device", help='"cuda", "cpu", "virtual:rtx-5090"... (default: virtual:h200, and CUDA if available)')
@@ -132,6 +183,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "run":
             run(options)
+        elif options.command == "plan":
+            show_plan(options)
+        elif options.command == "open":
+            show_trace(options)
         elif options.device:
             demo(options.out, options.device, options.max_new_tokens, options.model)
         else:
