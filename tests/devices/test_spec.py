@@ -13,7 +13,10 @@ from toolkit.gpu.catalogue import CATALOGUE, RECORDED, GpuSpec, find_specs
 from toolkit.gpu.opening import open_device
 
 RESULTS = Path(toolkit.__file__).parent / "bench" / "results" / "h200_primitives.json"
-CARDS = {"rtx-3090", "rtx-4090", "rtx-5090", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}
+CARDS = {
+    "rtx-3090", "rtx-4090", "rtx-5090", "a10", "a10g", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200",
+    "rtx-pro-6000",
+}  # fmt: skip
 
 
 def test_the_catalogue_has_the_cards():
@@ -96,7 +99,7 @@ def test_an_unknown_figure_names_the_nearest():
 
 @pytest.mark.parametrize("key", ["h300", "", 3, None], ids=repr)
 def test_an_unknown_gpu_is_refused_by_name(key):
-    with pytest.raises(UnknownNameError, match=f"GPU {key!r}: no such name.*Known: a100-40g, "):
+    with pytest.raises(UnknownNameError, match=f"GPU {key!r}: no such name.*Known: a10, a100-40g, "):
         CATALOGUE[key]
     assert key not in CATALOGUE
     assert CATALOGUE.get(key) is None
