@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -32,6 +33,9 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_seta
 import torch
 
 from tests.interpreter import patch_once_per_launch
+
+if TYPE_CHECKING:
+    from toolkit.ranks.cluster import Cluster
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is imported
@@ -98,6 +102,15 @@ def frozen():
     """Exempt all existing objects from garbage collection, so that collections during the module's tests are fast."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[list[Cluster]]:
+    """A list for the clusters that the tests of a module open. They are closed at its end."""
+    opened: list[Cluster] = []
+    yield opened
+    for cluster in opened:
+        cluster.close()
 
 
 @pytest.fixture

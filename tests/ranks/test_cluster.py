@@ -44,21 +44,12 @@ WAIT_S = 5  # in a collective, for a rank that does not arrive
 SOON_S = 30  # "seconds", on a machine that is busy with other tests
 
 
-@pytest.fixture(scope="module")
-def opened() -> Iterator[list[Cluster]]:
-    """The clusters that `pair` has opened."""
-    clusters: list[Cluster] = []
-    yield clusters
-    for cluster in clusters:
-        cluster.close()
-
-
 @pytest.fixture
-def pair(opened: list[Cluster]) -> Cluster:
+def pair(clusters: list[Cluster]) -> Cluster:
     """Two ranks for all tests. After one that ends them, others may run: pytest-xdist hands tests out in any order."""
-    if not opened or opened[-1].closed:
-        opened.append(tk.cluster("virtual:2xh200"))
-    return opened[-1]
+    if not clusters or clusters[-1].closed:
+        clusters.append(tk.cluster("virtual:2xh200"))
+    return clusters[-1]
 
 
 @pytest.fixture

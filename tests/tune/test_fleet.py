@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,15 +38,6 @@ def opened() -> Cluster:
             taken.listen()
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         return tk.cluster("virtual:3xh200", silent_s=3)
-
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[list[Cluster]]:
-    """The clusters that the tests have opened."""
-    clusters: list[Cluster] = []
-    yield clusters
-    for cluster in clusters:
-        cluster.close()
 
 
 @pytest.fixture
