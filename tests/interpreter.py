@@ -39,4 +39,47 @@ def patch_once_per_launch(interpreter: ModuleType) -> None:
         return to_tensor(self, np.int64(found).astype(np.int32) if wraps else found, dtype)
 
     interpreter.ReduceOps.to_tensor = wrapped  # type: ignore[attr-defined]
+    _remember_types(interpreter)
     interpreter.patched_once = True  # type: ignore[attr-defined]
+
+
+def _remember_types(interpreter: ModuleType) -> None:
+    """Work out a type's name, number of values and NumPy dtype, and the shape of its tensors, only once per type.
+
+    The interpreter works them out for the result of each operation, which took a third of the time of small kernels.
+    """
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    find_common = semantic.broadcast_impl_value
+    new_type, new_tensor, find_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    types, shapes, dtypes = dict[Any, dict[str, Any]](), dict[Any, tuple[Any, Any]](), dict[str, Any]()
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (each.value if isinstance(each, core.constexpr) else each for each in shape)
+        key = (type(shape), element_ty.name, *sizes)
+        if key not in types:
+            new_type(self, element_ty, shape)
+            types[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        self.element_ty = element_ty
+        vars(self).update(types[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            new_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def np_dtype(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(type)
+        return dtypes[name]
+
+    def broadcast(one: Any, other: Any) -> tuple[Any, Any]:
+        same = one.type.is_block() and other.type.is_block() and one.type.shape.values == other.type.shape.values
+        return (one, other) if same else find_common(one, other)
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    semantic.broadcast_impl_value = broadcast
+    interpreter._get_np_dtype = np_dtype  # type: ignore[attr-defined]
