@@ -82,7 +82,8 @@ def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: 
         for module in list(model.modules()):
             if isinstance(module, Joined):
                 module.join()
-    return tk.quantize(model, scheme, progress=False) if scheme else model
+    # One token to compare on: by default, quantize runs both models on 32.
+    return tk.quantize(model, scheme, progress=False, prompt=[1]) if scheme else model
 
 
 def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = None) -> Tensor:
