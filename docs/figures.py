@@ -112,6 +112,15 @@ def step_experiments() -> str:
     return table(["change", "after 64 tokens", "after 8,192 tokens"], rows)
 
 
+def prompt_lengths() -> str:
+    """Return the table of first tokens by the length of the prompt, before tiles ended otherwise and since."""
+    rows = [
+        [row["model"].removeprefix("random/"), f"{row['tokens']:,}", f"{row['before_ms']:.1f}", f"{row['ms']:.1f}"]
+        for row in record("h200_prompt_lengths")["rows"]
+    ]
+    return table(["model", "prompt, tokens", "before, ms", "now, ms"], rows)
+
+
 def kernels() -> str:
     """Return the table of kernels against their hardware limit."""
     rows, made = [], record("h200_kernels")
@@ -537,7 +546,7 @@ def substitutions() -> dict[str, Any]:
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
-        "table_step_experiments": step_experiments(),
+        "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,

@@ -58,7 +58,7 @@ def nothing_hidden() -> dict[str, bool]:
     """Return the condition that no GPU memory is held without a variable, as `%memory hidden` lists it."""
     shell = ipython_shell()
     found = hidden.listed({} if shell is None else user_variables(shell), shell)
-    return dict([_at_most("held without a variable", sum(held.bytes for held in found if not held.runs), 0)])
+    return dict([_at_most("held without a variable", sum(held.bytes for held in found if not held.stays), 0)])
 
 
 def clear(device: Device) -> None:
