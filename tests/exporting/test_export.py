@@ -133,7 +133,9 @@ def test_a_new_process_loads_it_and_needs_no_compiler(exported, model, tmp_path)
     for code in (load + kill, load + generate):
         run = [sys.executable, "-c", code, str(exported.path), PROMPT]
         done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=bare)
-        assert any(temporary.rglob("*.so")) == (done.returncode == -signal.SIGKILL), done.stderr
+        killed = done.returncode == -signal.SIGKILL
+        in_tmp = torch.__version__.startswith("2.11.")  # whose loader always unpacks into /tmp
+        assert any(temporary.rglob("*.so")) == (killed and not in_tmp), done.stderr
     assert not list(temporary.iterdir())
     assert done.stdout.startswith(str(list(tokens(model)))), done.stderr
     assert "Paris" in done.stdout

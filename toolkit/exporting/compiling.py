@@ -265,7 +265,10 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
 
 @contextmanager
 def _unpacking_into(folder: str) -> Iterator[None]:
-    """Let PyTorch's loader unpack into this folder. The loader takes the folder of temporary files from TMPDIR only."""
+    """Let PyTorch's loader unpack into this folder. The loader takes the folder of temporary files from TMPDIR only.
+
+    The loader of PyTorch 2.11 always unpacks into /tmp, and deletes the files when it is freed. Those of a killed process stay.
+    """
     with _environment:
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = folder
