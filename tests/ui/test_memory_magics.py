@@ -13,6 +13,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import toolkit
+from toolkit.vram import owners
 from toolkit.vram.sessions import Session, saved_sessions
 
 MiB = 1 << 20
@@ -195,6 +196,18 @@ def test_memory_of_open_widgets_has_an_owner(shell, run):
         run("opened = ipywidgets.widgets.widget._instances\nfor each in set(opened) - before: opened[each].close()\ndel opened")
         run("del each, make\ngc.collect()")
     assert run("%memory hidden").strip() == "Nothing on a GPU is held without a variable."
+
+
+def test_a_search_begins_with_the_newest_widgets(shell, run, monkeypatch):
+    """Those of a hundred Labs can't all be searched."""
+    monkeypatch.setattr(owners, "_MOST_S", 0.0)
+    try:
+        run(WIDGETS + "for _ in range(1000): ipywidgets.HTML()")
+        run("for make in (button, slider, box): make()")
+        assert [line.split("MiB")[0].strip() for line in run("%memory hidden").splitlines()[:3]] == ["24.0", "4.00", "2.00"]
+    finally:
+        run("opened = ipywidgets.widgets.widget._instances\nfor each in set(opened) - before: opened[each].close()\ndel opened")
+        run("del each, make, _\ngc.collect()")
 
 
 def test_one_cell_under_a_budget_says_why_it_failed(shell, run):

@@ -38,6 +38,8 @@ _AT_ONCE = 16  # tensors of one search
 _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
 _OPEN = "an open "  # begins the name of a widget
+_DISPATCHER = "CallbackDispatcher"  # of ipywidgets
+_FOR_FRONT_END = ("comm", "keys", "_states_to_send", "_property_lock", "_cross_validation_lock", "children")
 _PLAIN = (dict, list, tuple, set, frozenset)
 
 Found = dict[Place, Holder]
@@ -162,8 +164,11 @@ def _of_threads() -> Iterator[tuple[str, Any]]:
 
 
 def _of_widgets() -> Iterator[tuple[str, Any]]:
-    """Yield the open widgets of a notebook and their callbacks, with their names."""
-    opened = list(getattr(sys.modules.get("ipywidgets.widgets.widget"), "_instances", {}).values())
+    """Yield the callbacks and attributes of a notebook's open widgets with their names, those of the newest widgets first.
+
+    Other widgets, and what each widget has for its front end, are left out, since a search ends after some thousand values.
+    """
+    opened = list(getattr(sys.modules.get("ipywidgets.widgets.widget"), "_instances", {}).values())[::-1]
     values = {id(widget): getattr(widget, "_trait_values", {}) for widget in opened}
     parents = {id(child): widget for widget in opened for child in values[id(widget)].get("children") or ()}
     names = {}
@@ -173,14 +178,17 @@ def _of_widgets() -> Iterator[tuple[str, Any]]:
             top = parents.get(id(top), top)
         within = "" if top is widget else f" (in a {type(top).__name__})"
         names[id(widget)] = f"{_OPEN}{type(widget).__name__}{f' {text!r}' if text and type(text) is str else ''}{within}"
-    yield from ((names[id(widget)], widget) for widget in opened)
     for widget in opened:
-        own = list(vars(widget).values())
-        dispatchers = [list(getattr(value, "callbacks", ())) for value in own if type(value).__name__ == "CallbackDispatcher"]
-        observers = [each for kinds in vars(widget).get("_trait_notifiers", {}).values() for each in kinds.values()]
+        own = vars(widget)
+        dispatchers = [list(getattr(value, "callbacks", ())) for value in own.values() if type(value).__name__ == _DISPATCHER]
+        observers = [each for kinds in own.get("_trait_notifiers", {}).values() for each in kinds.values()]
         for callback in (one for some in (*dispatchers, *observers) for one in some):
             if id(getattr(callback, "__self__", None)) not in names:  # a method of a widget leads to that widget
                 yield f"callback of {names[id(widget)]}", callback
+        for name, value in {**own, **values[id(widget)]}.items():
+            plumbing = name.startswith("_trait") or name in _FOR_FRONT_END or type(value).__name__ == _DISPATCHER
+            if not plumbing and type(value) not in owners.LEAF_TYPES and id(value) not in names:
+                yield f"{names[id(widget)]}.{name}", value
 
 
 def _watched(frame: FrameType | None) -> bool:

@@ -48,7 +48,7 @@ _MOST_NODES = 50_000  # nodes of autograd graphs
 _MOST_S = 0.5  # seconds of processor time: on a busy machine a walk takes longer, but finds the same
 _DEPTH = 16  # steps from a variable: of a module farther away, only what a graph reaches has an owner
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType, torch.dtype, torch.device)
-_LEAF_TYPES = frozenset(_LEAVES)
+LEAF_TYPES = frozenset(_LEAVES)
 # Frames that hold the same values as the user's frames.
 _MACHINERY = ("/IPython/", "/toolkit/gpu/", "/toolkit/vram/", "/toolkit/ui/")
 # Not entered: they lead to objects that the variable does not own.
@@ -223,7 +223,7 @@ def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tenso
             break
         last = not queue
         path, value, kind, depth = (queue or optimized).popleft()
-        if type(value) in _LEAF_TYPES:
+        if type(value) in LEAF_TYPES:
             continue
         if id(value) in seen:
             if kind is not None and not last and _isa(value, torch.Tensor):
@@ -324,7 +324,7 @@ def _of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
                 modules.append((f"{path}.{name}", child))
         kind = "kv" if "cache" in type(module).__name__.lower() else None
         for name, held in list(names.items()):
-            if held if name in _HOOKS else name not in _MODULE_TABLES and type(held) not in _LEAF_TYPES:
+            if held if name in _HOOKS else name not in _MODULE_TABLES and type(held) not in LEAF_TYPES:
                 yield f"{path}.{name}", held, kind
 
 
@@ -408,7 +408,7 @@ def _key_text(key: Any) -> str:
 
 def _only_leaves(values: Iterable[Any]) -> bool:
     """Return whether all values are of leaf types. One set operation is fast enough for a tokenizer's 100,000 words."""
-    return set(map(type, values)) <= _LEAF_TYPES
+    return set(map(type, values)) <= LEAF_TYPES
 
 
 def _own(value: Any) -> Iterator[tuple[str, Any]]:
