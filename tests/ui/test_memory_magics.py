@@ -202,7 +202,7 @@ def test_a_search_begins_with_the_newest_widgets(shell, run, monkeypatch):
     """Those of a hundred Labs can't all be searched."""
     monkeypatch.setattr(owners, "_MOST_S", 0.0)
     try:
-        run(WIDGETS + "for _ in range(1000): ipywidgets.HTML()")
+        run(WIDGETS + "for _ in range(3000): ipywidgets.HTML()")
         run("for make in (button, slider, box): make()")
         assert [line.split("MiB")[0].strip() for line in run("%memory hidden").splitlines()[:3]] == ["24.0", "4.00", "2.00"]
     finally:

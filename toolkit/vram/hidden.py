@@ -39,6 +39,7 @@ _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which le
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
 _OPEN = "an open "  # begins the name of a widget
 _DISPATCHER = "CallbackDispatcher"  # of ipywidgets
+_NEWEST = 500  # callbacks and attributes of widgets
 _FOR_FRONT_END = ("comm", "keys", "_states_to_send", "_property_lock", "_cross_validation_lock", "children")
 _PLAIN = (dict, list, tuple, set, frozenset)
 
@@ -58,7 +59,8 @@ def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseExce
     if _unnamed(visible | held):
         visible |= {place: holder for place, holder in owners.walk(owners.of_modules()).items() if place not in visible | held}
     if _unnamed(visible | held):
-        held = owners.walk(_of_widgets()) | held
+        roots = list(_of_widgets())  # a search looks at each of them before it follows any: the newest have one of their own
+        held = owners.walk(roots[_NEWEST:]) | owners.walk(roots[:_NEWEST]) | held
     if _unnamed(visible | held):
         held |= _garbage(visible | held)
     return visible, {place: holder for place, holder in held.items() if place not in visible}
