@@ -39,7 +39,7 @@ except torch.OutOfMemoryError: pass
 with memory() as nothing: pass
 many = use_of(many_events(10_000))
 uses = [leak, failed, nothing, many] * 4
-rows = [SimpleNamespace(number=n, title="with memory() as m: ...", status="error" if use is failed else "ok",
+rows = [SimpleNamespace(number=n, title="with memory() as m: ...", device=use.device, status="error" if use is failed else "ok",
         baseline_bytes=use.baseline_bytes, peak_bytes=use.peak_bytes, end_bytes=use.end_bytes)
         for n, use in enumerate(uses, 1)]"""
 
