@@ -32,7 +32,7 @@ def is_held(made: Any) -> bool:
 def _assigned(source: str) -> set[str]:
     """Return the names of the variables that a cell assigns. Those in functions are variables of the functions."""
     names: set[str] = set()
-    with suppress(SyntaxError, ValueError, RecursionError):
+    with suppress(SyntaxError, ValueError, RecursionError):  # what can't be parsed did not run, so it assigned nothing
         nodes: list[ast.AST] = [ast.parse(source)]
         while nodes:
             node = nodes.pop()
