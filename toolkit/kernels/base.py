@@ -123,6 +123,14 @@ class Launch:
         options = self.options(current_capability() if self.early else (0, 0))
         return self.function[self.grid](**self.arguments, **self.constants, **options)
 
+    def compile(self, capability: tuple[int, int]) -> Any:
+        """Compile the kernel for the current GPU, which has this compute capability, exactly as launching it would.
+
+        Returns Triton's compiled kernel. Nothing is launched, so the tensors may be on "meta".
+        """
+        options = self.options(capability)
+        return self.function.warmup(grid=self.grid, **self.arguments, **self.constants, **options)
+
     def trace(self) -> None:
         """Add the launch to the graph that is being traced instead of running it.
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels import draws
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.delta_rule import (
     INTEGERS,
@@ -78,7 +79,7 @@ class DeltaChunks(Kernel):
         assert isinstance(shape, DeltaChunksShape)
         made = random_net(shape, shape.tokens, device, seed)
         made = {n: t.view(1, -1) if shape.tokens == 1 and n in ("qkv", "z", "b", "a") else t for n, t in made.items()}
-        return {**made, "positions": torch.arange(1001, 1001 + shape.tokens, device=device)}
+        return {**made, "positions": draws.positions(1001, 1001 + shape.tokens, device)}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         """Compute token by token."""

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels import draws
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
@@ -79,11 +80,8 @@ class GateHeads(Kernel):
         assert isinstance(shape, GateShape)
         meta = torch.device(device).type == "meta"
         generator = None if meta else torch.Generator(device).manual_seed(seed)
-        rows = {"x": shape.size, "row": shape.width}
-        return {
-            name: torch.randn(shape.tokens, width, generator=generator, device=device).to(DTYPES[shape.dtype])
-            for name, width in rows.items()
-        }
+        dtype, widths = DTYPES[shape.dtype], {"x": shape.size, "row": shape.width}
+        return {name: draws.normal((shape.tokens, width), generator, device, dtype) for name, width in widths.items()}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, GateShape)
@@ -94,7 +92,7 @@ class GateHeads(Kernel):
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, GateShape)
         x = inputs["x"]
-        found = {"out": torch.empty_like(x)}
+        found = {"out": x.new_empty(x.shape)}
         if shape.quantised:
             groups = (shape.tokens, shape.size // GROUP)
             found["codes"] = torch.empty(x.shape, dtype=torch.int8, device=x.device)

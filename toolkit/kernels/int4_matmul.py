@@ -202,7 +202,10 @@ class Int4Matmul(Kernel):
         generator = torch.Generator(device if device != "meta" else "cpu").manual_seed(seed)
         x = torch.empty(shape.m, shape.k, dtype=torch.bfloat16, device=device)
         found = {"x": x if x.is_meta else x.normal_(generator=generator)}
-        if shape.quantised:
+        if shape.quantised and x.is_meta:
+            blocks = torch.empty(shape.m, shape.k // BLOCK, device=device)
+            found = {"x_codes": x.to(torch.int8), "x_scales": blocks, "x_sums": blocks}
+        elif shape.quantised:
             codes, scales = to_integers(found.pop("x"))
             found |= {"x_codes": codes.to(torch.int8), "x_scales": scales}
             found["x_sums"] = codes.unflatten(-1, (-1, BLOCK)).sum(-1) * scales

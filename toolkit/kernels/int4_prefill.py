@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels import draws
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.packed import randomize, unpack_scales
@@ -102,7 +103,7 @@ class Int4Prefill(Kernel):
         assert isinstance(shape, PrefillShape)
         scheme, device = find_scheme(shape.scheme), torch.device(device)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-        found = {"x": torch.randn(shape.m, shape.k, generator=generator, device=device).to(torch.bfloat16)}
+        found = {"x": draws.normal((shape.m, shape.k), generator, device, torch.bfloat16)}
         for name, (dtype, per) in scheme.parts().items():
             found[name] = torch.empty(shape.n, shape.k // per, dtype=dtype, device=device)
             if generator is not None:

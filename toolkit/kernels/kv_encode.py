@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.kernels import kv_codes
+from toolkit.kernels import draws, kv_codes
 from toolkit.kernels.attention import check_cached
 from toolkit.kernels.attention_codes import FIFTH, FIRST, LEVEL_UNIT
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
@@ -93,8 +93,8 @@ class KvEncode(Kernel):
         meta = torch.device(device).type == "meta"
         random = None if meta else torch.Generator(device).manual_seed(seed)
         size, last = (1, shape.kv_heads, shape.tokens, shape.head_dim), shape.slots + shape.ring * shape.slots // 3
-        made = {name: torch.randn(size, generator=random, device=device).to(shape.torch_dtype) for name in ("key", "value")}
-        made["positions"] = torch.arange(last - shape.tokens, last, device=device)
+        made = {name: draws.normal(size, random, device, shape.torch_dtype) for name in ("key", "value")}
+        made["positions"] = draws.positions(last - shape.tokens, last, device)
         made["signs"] = random_signs(shape.head_dim, seed, device)
         for name in CACHES:
             of, dtype = shape.cache(name)

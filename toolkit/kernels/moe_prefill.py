@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels import draws
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.int4_prefill import ACTIVATIONS, _activated, _dot, _held, _load, _weights, _words
@@ -117,12 +118,12 @@ class MoePrefill(Kernel):
         device = torch.device(device)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         x = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
-        scores = torch.empty(shape.tokens, shape.experts, device=device)
+        best = torch.empty(shape.tokens, shape.top_k, device=device)
+        found = {"x": x, "chosen": best.to(torch.int64), "shares": best}
         if generator is not None:
             x.normal_(generator=generator)
-            scores.normal_(generator=generator)
-        best, chosen = scores.topk(shape.top_k, -1)
-        found = {"x": x, "chosen": chosen.int(), "shares": best.softmax(-1)}
+            best, chosen = draws.normal((shape.tokens, shape.experts), generator, device).topk(shape.top_k, -1)
+            found |= {"chosen": chosen, "shares": best.softmax(-1)}
         for prefix, (scheme, size) in shape.matrices.items():
             for name, (dtype, per) in scheme.parts().items():
                 part = torch.empty(*size[:2], size[2] // per, dtype=dtype, device=device)
@@ -157,7 +158,7 @@ class MoePrefill(Kernel):
         assert isinstance(shape, ExpertsShape)
         x = inputs["x"]
         return {
-            "out": torch.empty_like(x),
+            "out": x.new_empty(x.shape),
             "order": torch.empty(shape.pairs, dtype=torch.int32, device=x.device),
             "starts": torch.empty(shape.experts + 1, dtype=torch.int32, device=x.device),
             "inner": x.new_empty(shape.pairs, shape.width),

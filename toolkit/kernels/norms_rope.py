@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels import draws
 from toolkit.kernels.ahead import LINES, RUN, Asked, ask_ahead, asked_of
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor, check_word
@@ -121,9 +122,9 @@ class RmsNorm(Kernel):
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, NormShape)
         x = inputs["x"]
-        found = {"out": torch.empty_like(x)} if shape.form != "norm_add" else {}
+        found = {"out": x.new_empty(x.shape)} if shape.form != "norm_add" else {}
         if shape.form != "norm":
-            found["residual"] = torch.empty_like(x)
+            found["residual"] = x.new_empty(x.shape)
         if shape.quantised:
             groups = (shape.tokens, shape.hidden // GROUP)
             found["codes"] = torch.empty(x.shape, dtype=torch.int8, device=x.device)
@@ -258,7 +259,7 @@ class QkNormRope(Kernel):
             "q_weight": make.normal((shape.head_dim,), torch.float32, 0.3, 1.0),
             "k_weight": make.normal((shape.head_dim,), torch.float32, 0.3, 1.0),
             "rope": make.normal((shape.positions, 2, shape.rotary), dtype, 0.7),
-            "at": torch.arange(last - shape.tokens, last, device=device),
+            "at": draws.positions(last - shape.tokens, last, device),
         }
         if shape.apart:
             found["value"] = make.normal((shape.tokens, shape.value_width), dtype, 2.0)
@@ -365,8 +366,7 @@ class _Maker:
         self.generator = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, size: float, mean: float = 0.0) -> Tensor:
-        drawn = torch.randn(tuple(shape), generator=self.generator, device=self.device)
-        return (drawn * size + mean).to(dtype)
+        return draws.normal(shape, self.generator, self.device, dtype, size, mean)
 
 
 @triton.jit

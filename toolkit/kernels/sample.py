@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.kernels import filters, noise
+from toolkit.kernels import draws, filters, noise
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
@@ -98,18 +98,19 @@ class Sample(Kernel):
         assert isinstance(shape, SampleShape)
         device = torch.device(device)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-        drawn = torch.randn(shape.vocab, generator=generator, device=device) * 4
         numbers = numbers_of(0.8, 1.3, min(50, shape.vocab), 0.9, 0.02)
         found = {
-            "logits": drawn.to(DTYPES[shape.logits]),
+            "logits": draws.normal((shape.vocab,), generator, device, DTYPES[shape.logits], spread=4.0),
             "numbers": torch.tensor(numbers, dtype=torch.float64, device=device),
             "state": torch.tensor((noise.mixed_seed(seed), 7), device=device),
             "work": torch.zeros(WORK, dtype=torch.int64, device=device),
         }
         if shape.penalty:
-            found["seen"] = torch.rand(shape.vocab, generator=generator, device=device) < 0.1
+            found["seen"] = torch.empty(shape.vocab, dtype=torch.bool, device=device)
+            if generator is not None:
+                found["seen"].bernoulli_(0.1, generator=generator)
         if shape.bias:
-            found["bias"] = torch.randn(shape.vocab, generator=generator, device=device)
+            found["bias"] = draws.normal((shape.vocab,), generator, device)
         return found
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:

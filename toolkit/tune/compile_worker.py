@@ -67,10 +67,9 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
 
 def compile_launch(launch: Launch) -> LaunchUse:
     """Compile the kernel of one launch for the current GPU, exactly as launching it would, and return its resources."""
-    capability = driver.active.get_current_target().arch
-    options = launch.options((capability // 10, capability % 10))
-    compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
-    if "launch_pdl" in options and not waits_first(compiled.asm["ptx"]):
+    capability = divmod(driver.active.get_current_target().arch, 10)
+    compiled = launch.compile(capability)
+    if "launch_pdl" in launch.options(capability) and not waits_first(compiled.asm["ptx"]):
         found = "it writes to global memory before it has waited for the previous launch, or never waits"
         raise ValueError(f"a kernel launched with early=True must call take_turn() first, but {found}: see kernels/early.py")
     cubin = compiled.asm["cubin"]
