@@ -22,6 +22,7 @@ from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
 from toolkit.core.progress import check_cancel
 from toolkit.core.units import plural
+from toolkit.decode.compile_ahead import compile_ahead
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s
@@ -139,6 +140,7 @@ def generate(
     else:
         fallen.check(model, strategy)
         chunk = chunk or chunk_of(model)
+        compile_ahead(model, len(ids) - (0 if prefix is None else len(prefix.ids)), chunk, context, kv)
         request = _Request(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, request, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), _few_threads(model), closing(learnt):

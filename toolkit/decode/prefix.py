@@ -11,6 +11,7 @@ import torch
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import LARGEST, integer
 from toolkit.core.units import plural
+from toolkit.decode.compile_ahead import compile_ahead
 from toolkit.models.cache import Cache
 from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model, Remote, check_model
@@ -59,6 +60,7 @@ class Prefix:
         check_model(model)
         self.model, self.ids = model, tuple(prompt_ids(model, ids))
         context, chunk = check_context(model, context), chunk_of(model) if chunk is None else check_chunk(chunk)
+        compile_ahead(model, len(self.ids), chunk, context, kv)
         self.kept_bytes: int | None = None  # None before the first run
         self._lock, self._freed = threading.Lock(), False
         with torch.no_grad():

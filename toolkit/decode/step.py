@@ -44,18 +44,18 @@ class Fallback:
         self.reason = str(error)
 
 
-def _altered(model: Model) -> bool:
+def altered(model: Model) -> bool:
     """Return whether modules of the model run code of others, which played steps would miss.
 
     That is a module of another package, such as an adapter, a hook, compiled code, or a method of the object.
     """
 
-    def altered(one: nn.Module) -> bool:
+    def alters(one: nn.Module) -> bool:
         foreign = type(one).__module__.partition(".")[0] not in ("toolkit", "torch")
         own = not vars(one).keys().isdisjoint(("forward", "advance", "logits"))
         return bool(foreign or own or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None)
 
-    return _has_any_global_hook() or (isinstance(model, CausalLM) and any(map(altered, model.modules())))
+    return _has_any_global_hook() or (isinstance(model, CausalLM) and any(map(alters, model.modules())))
 
 
 class Step:
@@ -86,7 +86,8 @@ class Step:
         where = self.device.torch if self._samples_here else torch.device("cpu")
         self._sampler = Sampler(sampling, model.config.vocab_size, where)
         self.slots = 2 if strategy.readback == "overlap" else 1
-        self.tokens, self.told = map(list, torch.zeros(2, self.slots, 1, dtype=torch.int64, device=where))
+        slots = torch.zeros(2, self.slots, 2, dtype=torch.int64, device=where)[..., :1]  # 16 bytes apart: one program for all
+        self.tokens, self.told = map(list, slots)
         self._logits: list[Tensor | None] = [None] * self.slots  # for a sampler on the host
         self._graphs: list[Graph] = []  # by slot
         captures = strategy.capture != "none" and fallback.reason is None
@@ -159,7 +160,7 @@ class Step:
         tape = self._tapes.get(slot)
         first, replayed = number <= self.slots, number > 2 * self.slots  # of the steps of this slot; the second is recorded
         if self._taping and number == self.slots + 1:
-            self._taping = not _altered(self.model)
+            self._taping = not altered(self.model)
         if not self._taping or first or not direct(self.cache.slots):
             with self.device.from_tape() if self._taping and replayed else nullcontext():
                 self.launch(slot)

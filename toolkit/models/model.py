@@ -225,8 +225,8 @@ class CausalLM(Shown, nn.Module):
     def kernel_shapes(self, context: int = 4096, prompt: int = 512, kv: str | None = None) -> list[tuple[Kernel, Shape]]:
         """Return (kernel, shape) of every operation of a prefill of `prompt` tokens and of one decode step.
 
-        Both are run once, on token 0, with a cache for `context` tokens in the format `kv`. Of sampling, the greedy choice and
-        the plain draw are included. The model must be on a GPU, real or
+        Both pass through the model once, with a cache for `context` tokens in the format `kv`. On CUDA, no kernel of the
+        toolkit is launched. Of sampling, the greedy choice and the plain draw are included. The model must be on a GPU, real or
         virtual. Raises ModelError on the CPU, where the reference implementations run, DeviceError if Triton isn't installed,
         and torch.OutOfMemoryError if the cache doesn't fit.
         """
@@ -239,7 +239,7 @@ class CausalLM(Shown, nn.Module):
         if importlib.util.find_spec("triton") is None:
             raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")
         prompt = min(prompt, context - 1)
-        with torch.no_grad(), ops.record_problems() as found:
+        with torch.no_grad(), ops.record_problems(launch=False) as found:
             cache = self.new_cache(context, kv)
             for first, tokens in ((0, prompt), (prompt, 1)):
                 ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ _library = torch.library.Library("toolkit", "DEF")
 _operations: dict[str, Operation] = {}
 _compiling_for: Card | None = None
 _recorders: list[list[tuple[Kernel, Shape]]] = []
+_launching = ContextVar("launching", default=True)
 
 
 def define(
@@ -83,7 +85,7 @@ def _by_kernels(operation: Operation, operands: tuple[Any, ...], planned: bool) 
         config = choose(kernel, shape, device).config
         outputs = kernel.outputs(shape, inputs)
         launches = kernel.launches(shape, config, inputs, outputs)
-        compiled = [launch.run() for launch in launches]
+        compiled = [launch.run() for launch in launches] if _launching.get() else []
         returned = operation.result(outputs, operands[0])
         if planned:
             call = Call(operands, kernel, shape, config, inputs, outputs, launches, compiled, returned)
@@ -199,14 +201,20 @@ def direct(first: Tensor) -> bool:
 
 
 @contextmanager
-def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
-    """Collect the (kernel, shape) of every operation that runs in the block, for tuning. Raises ImportError without Triton."""
+def record_problems(launch: bool = True) -> Iterator[list[tuple[Kernel, Shape]]]:
+    """Collect the (kernel, shape) of every operation that runs in the block. Raises ImportError without Triton.
+
+    With launch=False, operations that this thread runs on CUDA launch none of the toolkit's kernels, so nothing is compiled,
+    and their results are uninitialized.
+    """
     found: list[tuple[Kernel, Shape]] = []
+    before = _launching.set(launch and _launching.get())
     _recorders.append(found)
     try:
         yield found
     finally:
-        _recorders.remove(found)
+        _recorders[:] = [one for one in _recorders if one is not found]  # others may be equal
+        _launching.reset(before)
 
 
 def on_gpu(*tensors: Tensor | None) -> bool:
