@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
+from toolkit import ops
 from toolkit.decode import compile_ahead
 from toolkit.decode.prefix import Prefix
+from toolkit.models.problems import samples
 
 # For an H200 that isn't there. Prints which kernel was compiled by which thread, or read from Triton's cache on disk.
 SCRIPT = """
@@ -33,7 +35,8 @@ def tell(*, src, cache_hit, **others):
 
 driver.set_active(AbsentGpu(90))
 knobs.compilation.listener = tell
-problems = [(kernel, next(iter(kernel.known.values()))) for kernel in map(find_kernel, ("embed_rows", "gate_heads", "read"))]
+kernels = [(kernel, next(iter(kernel.known.values()))) for kernel in map(find_kernel, ("embed_rows", "gate_heads", "read"))]
+problems = [(kernel, shape, kernel.inputs(shape, "meta")) for kernel, shape in kernels]
 launches = [*compile_ahead._launches(problems * 2, "h200"), Launch(broken, (1,), {}, {})]
 if "interrupt" in sys.argv:
     wait = compile_ahead.wait
@@ -86,12 +89,21 @@ def test_after_an_interrupt_kernels_can_be_compiled(tmp_path: Path) -> None:
     assert len({line.split()[0] for line in said if "compile" in line}) == 3
 
 
+@pytest.mark.parametrize("kv", [None, "k4v8"])
 @pytest.mark.parametrize("name", ["demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe"])
-@pytest.mark.parametrize("tokens", [5, 20])
-def test_a_long_cache_is_not_needed_to_know_its_kernels(name: str, tokens: int) -> None:
-    model = tk.load(name, device="virtual:h200", progress=False)
-    found = compile_ahead._problems(model, tokens, 500, None)
-    assert set(found) == set(model.kernel_shapes(500, tokens))
+def test_some_layers_and_a_short_cache_have_all_problems_of_a_run(name: str, kv: str | None) -> None:
+    model = tk.load(name, device="virtual:h200", scheme="int4-g32", progress=False)
+    prompt = [1 + i % 100 for i in range(70)]
+    with ops.record_problems() as found:
+        tk.generate(model, prompt, "cuda-graph", max_new_tokens=3, context=369, kv=kv, prefill_chunk=50, eos=(), record=False)
+    described = compile_ahead._problems(model, samples(model), (50, 20, 1), 369, kv)
+    assert set(found) <= {(kernel, shape) for kernel, shape, _ in described}
+
+
+def test_layers_that_are_alike() -> None:
+    """In Gemma 4, layers 0 to 4 have a sliding window, and layer 5 sees all positions."""
+    layers = samples(tk.load("random/gemma4-31b", device="virtual:h200", scheme="int4-g32", progress=False))
+    assert layers == [0, 1, 5, 11]
 
 
 def test_without_cuda_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

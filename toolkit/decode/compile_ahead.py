@@ -8,9 +8,9 @@ and compiles them in threads. Triton's compiler releases Python's lock for most 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,14 +19,25 @@ import torch
 from toolkit.core.distributed import WHOLE
 from toolkit.core.workers import processors
 from toolkit.decode.step import altered
-from toolkit.kernels.base import Kernel, Launch, Shape, current_capability
+from toolkit.kernels.base import Launch, current_capability
+from toolkit.models.cache import BOUND_MULTIPLE
 from toolkit.models.model import CausalLM, Model
-from toolkit.ops.define import on_gpu
+from toolkit.models.problems import problems_of, samples
+from toolkit.ops.define import Problem, on_gpu
 
 MOST_THREADS = 16
 CACHE_SIZES = ("slots", "context", "positions")  # fields of shapes that depend on the size of the cache
 
-_done: WeakKeyDictionary[CausalLM, set[tuple[Any, ...]]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Known:
+    """The layers of a model that use all kernels, and for which numbers they were compiled."""
+
+    layers: list[int]
+    done: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+_known: WeakKeyDictionary[CausalLM, _Known] = WeakKeyDictionary()
 
 
 def compile_ahead(model: Model, prompt: int, chunk: int, context: int, kv: str | None) -> None:
@@ -45,12 +56,13 @@ def compile_ahead(model: Model, prompt: int, chunk: int, context: int, kv: str |
     with torch.no_grad(), torch.cuda.device(model.device.torch):
         if model.shard != WHOLE or altered(model) or not on_gpu(*model.parameters()):
             return
-        done = _done.setdefault(model, set())
-        for tokens in {min(prompt, chunk), prompt % chunk} - {0}:
-            about = (*_kinds_of(tokens), *_kinds_of(context), kv)
-            if about not in done:
-                compile_launches(_launches(_problems(model, tokens, context, kv), model.device.torch))
-                done.add(about)
+        known = _known.get(model) or _known.setdefault(model, _Known(samples(model)))
+        parts = [*{min(prompt, chunk), prompt % chunk} - {0}, *([1] if context > prompt else [])]
+        asked = {(*_kinds_of(tokens), *_kinds_of(context), kv): tokens for tokens in parts}
+        missing = {about: tokens for about, tokens in asked.items() if about not in known.done}
+        if missing:
+            compile_launches(_launches(_problems(model, known.layers, [*missing.values()], context, kv), model.device.torch))
+            known.done.update(missing)
 
 
 def _kinds_of(length: int) -> tuple[int, bool]:
@@ -58,30 +70,35 @@ def _kinds_of(length: int) -> tuple[int, bool]:
     return math.ceil(math.log2(length)), length % 16 == 0
 
 
-def _problems(model: CausalLM, tokens: int, context: int, kv: str | None) -> list[tuple[Kernel, Shape]]:
-    """Return the (kernel, shape) of feeding `tokens` tokens and of decoding one more with a cache for `context` tokens."""
-    window = max(getattr(module, "window", None) or 0 for module in model.modules())
-    slots = min(context, max(window, tokens) + 1)  # kernels for a longer cache have the same programs, maybe other configs
+def _problems(model: CausalLM, layers: Sequence[int], parts: Sequence[int], context: int, kv: str | None) -> list[Problem]:
+    """Return (kernel, shape, inputs) of feeding `parts`, numbers of tokens, with a cache for `context` tokens."""
+    window = max(getattr(module, "window", None) or 0 for layer in layers for module in model.layers[layer].modules())
+    read = -(-max(window, sum(parts)) // BOUND_MULTIPLE) * BOUND_MULTIPLE  # the most slots that an operation reads
+    slots = min(context, read + 1)  # kernels for a longer cache have the same programs, maybe other configs
     try:
-        found = model.kernel_shapes(slots, tokens, kv)
+        found = problems_of(model, layers, parts, slots, kv)
     except torch.OutOfMemoryError:
         return []
-    longer = [(kernel, _longer(shape, slots, context)) for kernel, shape in found]
-    return longer[::-1]  # some kernels of decode steps take longest, so they begin first
+    return [
+        _longer(problem, slots, context) for problem in reversed(found)
+    ]  # some kernels of decode steps take longest, so they begin first
 
 
-def _longer(shape: Shape, slots: int, context: int) -> Shape:
-    """Return the shape with a cache for `context` tokens in place of one for `slots`."""
-    sizes = {name: context for name in CACHE_SIZES if getattr(shape, name, None) == slots}
-    return replace(shape, **sizes)  # type: ignore[arg-type]
+def _longer(problem: Problem, slots: int, context: int) -> Problem:
+    """Return the problem with a cache for `context` tokens in place of one for `slots`."""
+    kernel, shape, _ = problem
+    sizes = {name: context for name in CACHE_SIZES if getattr(shape, name, None) == slots != context}
+    if not sizes:
+        return problem
+    shape = replace(shape, **sizes)  # type: ignore[arg-type]
+    return kernel, shape, kernel.inputs(shape, "meta")
 
 
-def _launches(problems: Iterable[tuple[Kernel, Shape]], device: torch.device) -> Iterator[Launch]:
+def _launches(problems: Iterable[Problem], device: torch.device) -> Iterator[Launch]:
     """Yield the launches of each problem on `device`, with tensors on "meta"."""
     from toolkit.tune.lookup import choose
 
-    for kernel, shape in problems:
-        inputs = kernel.inputs(shape, "meta")
+    for kernel, shape, inputs in problems:
         yield from kernel.launches(shape, choose(kernel, shape, device).config, inputs, kernel.outputs(shape, inputs))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensorMode
 from toolkit.models.cache import Cache, Reach, Ring
 from toolkit.models.layers import Residual, RMSNorm
 from toolkit.models.model import CausalLM
+from toolkit.models.problems import describe
 from toolkit.ops.define import compiling_for
 from toolkit.ops.products import DECODED
 from toolkit.tune.cards import Card
@@ -348,28 +349,6 @@ def _shapes(state: Any) -> list[Any]:
 
 
 # ---- comparing layers
-
-
-def describe(value: Any) -> Any:
-    """Describe everything in a module that determines its graph: classes, attributes and shapes, but no index or weights.
-
-    An object of an unknown type is described by its address, so that it never matches another piece: compiling twice is better
-    than reusing the wrong code.
-    """
-    if isinstance(value, nn.Module):
-        left_out = ("layer", "source", "training")
-        own = {n: describe(v) for n, v in sorted(vars(value).items()) if not n.startswith("_") and n not in left_out}
-        held = [(n, str(p.dtype), tuple(p.shape)) for n, p in value.named_parameters(recurse=False)]
-        return [type(value).__qualname__, own, held, [(n, describe(m)) for n, m in value.named_children()]]
-    if isinstance(value, partial):
-        return [describe(value.func), describe(value.args), describe(value.keywords)]
-    if isinstance(value, dict):
-        return [(describe(k), describe(v)) for k, v in value.items()]
-    if isinstance(value, list | tuple):
-        return [type(value).__name__, *map(describe, value)]
-    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
-        return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
 
 
 def digest(*described: Any) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 from toolkit import ops
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError
-from toolkit.kernels.filters import NUMBERS, WORK, Rules
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
 from toolkit.models.cuts import parts_of, spread
 from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm
 from toolkit.models.places import initialize
+from toolkit.models.problems import problems_of, samples
 from toolkit.ops.define import GPUS
 from toolkit.weights.packed import PackedMatrix
 
@@ -225,8 +224,8 @@ class CausalLM(Shown, nn.Module):
     def kernel_shapes(self, context: int = 4096, prompt: int = 512, kv: str | None = None) -> list[tuple[Kernel, Shape]]:
         """Return (kernel, shape) of every operation of a prefill of `prompt` tokens and of one decode step.
 
-        Both pass through the model once, with a cache for `context` tokens in the format `kv`. On CUDA, no kernel of the
-        toolkit is launched. Of sampling, the greedy choice and the plain draw are included. The model must be on a GPU, real or
+        The cache is for `context` tokens in the format `kv`. On CUDA, no kernel of the toolkit is launched. Of sampling, the
+        greedy choice and the plain draw are included. The model must be on a GPU, real or
         virtual. Raises ModelError on the CPU, where the reference implementations run, DeviceError if Triton isn't installed,
         and torch.OutOfMemoryError if the cache doesn't fit.
         """
@@ -238,19 +237,8 @@ class CausalLM(Shown, nn.Module):
             )
         if importlib.util.find_spec("triton") is None:
             raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")
-        prompt = min(prompt, context - 1)
-        with torch.no_grad(), ops.record_problems(launch=False) as found:
-            cache = self.new_cache(context, kv)
-            for first, tokens in ((0, prompt), (prompt, 1)):
-                ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-                positions = torch.arange(first, first + tokens, device=device)
-                hidden = self.advance(self.embed(ids), positions, cache, first + tokens)
-                logits = self.logits(hidden[:, -1:]).view(-1)
-            number, whole = partial(torch.zeros, dtype=torch.float64), partial(torch.zeros, dtype=torch.int64)
-            rules = Rules(number(len(NUMBERS), device=device), whole(2, device=device), whole(WORK, device=device))
-            for draw in (False, True):
-                ops.sample(logits, replace(rules, draw=draw), whole(1, device=device), whole(1, device=device))
-        return list(dict.fromkeys(found))
+        found = problems_of(self, samples(self), (min(prompt, context - 1), 1), context, kv)
+        return list(dict.fromkeys((kernel, shape) for kernel, shape, _ in found))
 
     def _layers(self, x: Tensor, at: Any, rope: Tensor | None = None) -> Tensor:
         """Run all layers on embedded tokens [B, T, hidden] and return hidden states [B, T, hidden]."""

@@ -8,7 +8,7 @@ kernels don't support, it runs the reference.
 from toolkit.ops.attention import HeadLayout, Projected, attend, make_heads, write_heads
 from toolkit.ops.codes import Codebook, attend_codes, codes_fit, read_codes, write_codes
 from toolkit.ops.collectives import all_gather, all_reduce
-from toolkit.ops.define import on_gpu, record_problems
+from toolkit.ops.define import describe_problems, on_gpu, record_problems
 from toolkit.ops.embedding import embed
 from toolkit.ops.gates import gate_heads
 from toolkit.ops.mixers import delta_net
@@ -19,7 +19,7 @@ from toolkit.ops.sampling import sample
 
 __all__ = [
     "ACTIVATIONS", "Codebook", "HeadLayout", "Operand", "Projected", "add_norm", "all_gather", "all_reduce", "attend",
-    "attend_codes", "codes_fit", "delta_net", "embed", "experts", "experts_fit", "gate_heads", "make_heads", "matmul", "moe",
+    "attend_codes", "codes_fit", "delta_net", "describe_problems", "embed", "experts", "experts_fit", "gate_heads", "make_heads", "matmul", "moe",
     "moe_fits", "norm_add", "on_gpu", "read_codes", "read_first", "record_problems", "rms_norm", "sample", "takes_quantized",
     "write_codes", "write_heads",
 ]  # fmt: skip

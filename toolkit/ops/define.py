@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from toolkit.gpu.virtual.effects.effect import Effect
 from toolkit.ops import plans, zeros
-from toolkit.ops.launch_plan import MISSING, Call, Operation
+from toolkit.ops.launch_plan import MISSING, Call, Operation, stand_in
 from toolkit.ops.launch_plan import Problem as Problem
 from toolkit.ops.tape import recording
 from toolkit.weights.packed import Parts
@@ -37,7 +37,7 @@ GPUS = ("cuda", "vgpu")
 _library = torch.library.Library("toolkit", "DEF")
 _operations: dict[str, Operation] = {}
 _compiling_for: Card | None = None
-_recorders: list[list[tuple[Kernel, Shape]]] = []
+_recorders: list[Callable[[Kernel, Shape, dict[str, Tensor]], None]] = []
 _launching = ContextVar("launching", default=True)
 
 
@@ -85,7 +85,7 @@ def _by_kernels(operation: Operation, operands: tuple[Any, ...], planned: bool) 
         config = choose(kernel, shape, device).config
         outputs = kernel.outputs(shape, inputs)
         launches = kernel.launches(shape, config, inputs, outputs)
-        compiled = [launch.run() for launch in launches] if _launching.get() else []
+        compiled = [launch.run() for launch in launches]
         returned = operation.result(outputs, operands[0])
         if planned:
             call = Call(operands, kernel, shape, config, inputs, outputs, launches, compiled, returned)
@@ -184,8 +184,12 @@ def call(name: str, *operands: Any) -> Any:
         if found is not MISSING:
             return found
         tape.refuse(f"{name} has no plan")
-    for recorder in _recorders:
-        recorder.append(_operations[name].problem(*operands)[:2])
+    if _recorders:
+        kernel, shape, inputs = _operations[name].problem(*operands)
+        for recorder in _recorders:
+            recorder(kernel, shape, inputs)
+        if operands[0].is_cuda and not _launching.get():
+            return _operations[name].result(kernel.outputs(shape, inputs), operands[0])
     plain = [list(operand) if type(operand) is Parts else operand for operand in operands]
     return getattr(torch.ops.toolkit, name)(*plain)
 
@@ -201,20 +205,39 @@ def direct(first: Tensor) -> bool:
 
 
 @contextmanager
-def record_problems(launch: bool = True) -> Iterator[list[tuple[Kernel, Shape]]]:
-    """Collect the (kernel, shape) of every operation that runs in the block. Raises ImportError without Triton.
-
-    With launch=False, operations that this thread runs on CUDA launch none of the toolkit's kernels, so nothing is compiled,
-    and their results are uninitialized.
-    """
+def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
+    """Collect the (kernel, shape) of every operation that runs in the block, for tuning. Raises ImportError without Triton."""
     found: list[tuple[Kernel, Shape]] = []
-    before = _launching.set(launch and _launching.get())
-    _recorders.append(found)
-    try:
+    with _recording(lambda kernel, shape, inputs: found.append((kernel, shape))):
         yield found
+
+
+@contextmanager
+def describe_problems() -> Iterator[list[Problem]]:
+    """As `record_problems`, but collect inputs, too, which are on "meta", and launch nothing on CUDA.
+
+    So nothing is compiled, and the results of operations that this thread runs on CUDA are uninitialized.
+    """
+    found: list[Problem] = []
+
+    def add(kernel: Kernel, shape: Shape, inputs: dict[str, Tensor]) -> None:
+        found.append((kernel, shape, {name: stand_in(tensor) for name, tensor in inputs.items()}))
+
+    before = _launching.set(False)
+    try:
+        with _recording(add):
+            yield found
     finally:
-        _recorders[:] = [one for one in _recorders if one is not found]  # others may be equal
         _launching.reset(before)
+
+
+@contextmanager
+def _recording(recorder: Callable[[Kernel, Shape, dict[str, Tensor]], None]) -> Iterator[None]:
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.remove(recorder)
 
 
 def on_gpu(*tensors: Tensor | None) -> bool:

@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 def make_plan(operation: Operation, call: Call, pointers: Sequence[int]) -> Plan:
     """Return a plan for operands like those of `call`; `pointers` are those of its tensors. Raises if there can't be one."""
-    operands = [_stand_in(operand) for operand in call.operands]
+    operands = [stand_in(operand) for operand in call.operands]
     kernel, shape, inputs = operation.problem(*operands)
     if kernel is not call.kernel or shape != call.shape:
         raise ValueError(f"{call.shape} is {shape} on meta")
@@ -256,10 +256,10 @@ def handles(compiled: Any) -> tuple[Any, Any, Any]:
     return compiled.run, compiled.function, compiled.packed_metadata
 
 
-def _stand_in(operand: Any) -> Any:
+def stand_in(operand: Any) -> Any:
     """Return the operand with each of its tensors replaced by one on "meta", which has memory of its own."""
     if isinstance(operand, (list, tuple)):
-        return [_stand_in(one) for one in operand]
+        return [stand_in(one) for one in operand]
     if not isinstance(operand, Tensor):
         return operand
     return torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device="meta")
