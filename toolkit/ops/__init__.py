@@ -19,9 +19,9 @@ from toolkit.ops.sampling import sample
 
 __all__ = [
     "ACTIVATIONS", "Codebook", "HeadLayout", "Operand", "Projected", "add_norm", "all_gather", "all_reduce", "attend",
-    "attend_codes", "codes_fit", "delta_net", "describe_problems", "embed", "experts", "experts_fit", "gate_heads", "make_heads", "matmul", "moe",
-    "moe_fits", "norm_add", "on_gpu", "read_codes", "read_first", "record_problems", "rms_norm", "sample", "takes_quantized",
-    "write_codes", "write_heads",
+    "attend_codes", "codes_fit", "delta_net", "describe_problems", "embed", "experts", "experts_fit", "gate_heads",
+    "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes", "read_first", "record_problems",
+    "rms_norm", "sample", "takes_quantized", "write_codes", "write_heads",
 ]  # fmt: skip
 
 
