@@ -166,6 +166,30 @@ def test_advice_on_reference_cycles(monkeypatch):
     assert "gc.collect() (reference cycles): saves 4.00 MiB, enough" in note
 
 
+def test_many_variables_of_this_thread_hide_none_of_another(monkeypatch):
+    monkeypatch.setattr(owners_module, "MOST", 2000)
+    begun, ends = threading.Event(), threading.Event()
+
+    def load():
+        batches = [tensor(2)]
+        begun.set()
+        ends.wait()
+        return batches
+
+    def search():
+        many = [[number] for number in range(3000)]
+        return {held.owner for held in hidden.listed({}) if held.stays and many}
+
+    thread = threading.Thread(target=load, name="loader")
+    thread.start()
+    begun.wait()
+    try:
+        assert search() == {"batches in load() (thread 'loader')[0]"}
+    finally:
+        ends.set()
+        thread.join()
+
+
 def test_variables_of_running_functions_have_names():
     """Those of the functions that called this code, and of other threads: in tables, `%memory hidden` and the advice."""
     begun, ends = threading.Event(), threading.Event()

@@ -55,7 +55,8 @@ def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseExce
     visible = owners.find(variables)
     held = owners.walk(_of_errors(error)) | results(shell)
     if _unnamed(visible | held):
-        held = owners.walk(_of_threads()) | held
+        # A search ends after some number of values: those of this thread must not keep it from those of others.
+        held = owners.walk(_of_threads(others=True)) | owners.walk(_of_threads(others=False)) | held
     if _unnamed(visible | held):
         visible |= {place: holder for place, holder in owners.walk(owners.of_modules()).items() if place not in visible | held}
     if _unnamed(visible | held):
@@ -146,15 +147,15 @@ def except_for(found: Iterable[Hidden]) -> str:
     return f", but not what {' and '.join(who)} hold{' (widget.close() does)' if widgets else ''}" if who else ""
 
 
-def _of_threads() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the functions that run on each thread, up to the frames of the notebook's kernel.
+def _of_threads(others: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the functions that run on this thread or on all others, up to the frames of the notebook's kernel.
 
     Other threads that a debugger or profiler watches are left out: before Python 3.13, their variables can't be read without
     risk while its callback runs, since Python then moves them from the frame to a dictionary and back.
     """
     names = {thread.ident: f" (thread '{thread.name}')" for thread in threading.enumerate()}
     here = threading.get_ident()
-    frames: dict[int, FrameType] = {here: sys._getframe(1), **{i: top for i, top in sys._current_frames().items() if i != here}}
+    frames = {i: top for i, top in sys._current_frames().items() if i != here} if others else {here: sys._getframe(1)}
     for ident in list(frames):
         frame: FrameType | None = frames.pop(ident)
         if ident != here and sys.version_info < (3, 13) and _watched(frame):
