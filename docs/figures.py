@@ -121,6 +121,18 @@ def prompt_lengths() -> str:
     return table(["model", "prompt, tokens", "before, ms", "now, ms"], rows)
 
 
+def first_runs() -> str:
+    """Return the table of the first generation of a process, before kernels were compiled ahead and since."""
+    found = {(row["model"], row["kernel_cache"], row["commit"]): row["runs"][0] for row in record("h200_first_runs")["rows"]}
+    rows = []
+    for model, cache, commit in found:
+        if commit == "f113816":
+            cells = [found[model, cache, each] for each in ("4b480df", commit)]
+            seconds = [f"{cell['first_ms'] / 1000:.1f}, {cell['all_ms'] / 1000:.1f}" for cell in cells]
+            rows.append([model.removeprefix("random/"), cache, *seconds])
+    return table(["model", "Triton's cache", "before, s", "compiled ahead, s"], rows)
+
+
 def kernels() -> str:
     """Return the table of kernels against their hardware limit."""
     rows, made = [], record("h200_kernels")
@@ -547,6 +559,7 @@ def substitutions() -> dict[str, Any]:
         "memory": memory_figures(), "captured": captured_steps(),
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
+        "table_first_runs": first_runs(),
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
