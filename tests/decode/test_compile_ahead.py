@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import toolkit as tk
 from toolkit import ops
 from toolkit.decode import compile_ahead
 from toolkit.decode.prefix import Prefix
+from toolkit.models.model import CausalLM
 from toolkit.models.problems import samples
+from toolkit.tune.lookup import forget
 
 # For an H200 that isn't there. Prints which kernel was compiled by which thread, or read from Triton's cache on disk.
 SCRIPT = """
@@ -40,10 +44,10 @@ problems = [(kernel, shape, kernel.inputs(shape, "meta")) for kernel, shape in k
 launches = [*compile_ahead._launches(problems * 2, "h200"), Launch(broken, (1,), {}, {})]
 if "interrupt" in sys.argv:
     wait = compile_ahead.wait
-    def wait_for_the_first(futures):
+    def wait_for_the_first(futures, timeout):
         if len(futures) > 1:
             raise KeyboardInterrupt
-        return wait(futures)
+        return wait(futures, timeout)
     compile_ahead.wait = wait_for_the_first
     try:
         compile_ahead.compile_launches(launches)
@@ -96,7 +100,7 @@ def test_some_layers_and_a_short_cache_have_all_problems_of_a_run(name: str, kv:
     prompt = [1 + i % 100 for i in range(70)]
     with ops.record_problems() as found:
         tk.generate(model, prompt, "cuda-graph", max_new_tokens=3, context=369, kv=kv, prefill_chunk=50, eos=(), record=False)
-    described = compile_ahead._problems(model, samples(model), (50, 20, 1), 369, kv)
+    described = compile_ahead._problems(model, (50, 20, 1), 369, kv)
     assert set(found) <= {(kernel, shape) for kernel, shape, _ in described}
 
 
@@ -104,6 +108,82 @@ def test_layers_that_are_alike() -> None:
     """In Gemma 4, layers 0 to 4 have a sliding window, and layer 5 sees all positions."""
     layers = samples(tk.load("random/gemma4-31b", device="virtual:h200", scheme="int4-g32", progress=False))
     assert layers == [0, 1, 5, 11]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on CUDA, but nothing is compiled: the number of launches of each call of `compile_launches`."""
+    found: list[int] = []
+
+    def compile_launches(launches: list[object], cancel: threading.Event | None = None) -> bool:
+        found.append(len(launches))
+        return cancel is None or not cancel.is_set()
+
+    monkeypatch.setattr(compile_ahead, "compile_launches", compile_launches)
+    monkeypatch.setattr(compile_ahead, "_supported", lambda model: True)
+    monkeypatch.setattr(compile_ahead, "_current", lambda device: nullcontext())
+    monkeypatch.setattr(compile_ahead, "direct", lambda first: True)
+    monkeypatch.setattr(compile_ahead, "_failures", [])
+    return found
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    return tk.load("demo/qwen3", device="virtual:h200", progress=False)
+
+
+def test_what_is_compiled_again(model: CausalLM, compiled: list[int]) -> None:
+    """Runs with similar numbers compile nothing, and those with others only what they need."""
+
+    def run(prompt: int, context: int = 500, chunk: int = 512, decodes: bool = True, kv: str | None = None) -> bool:
+        before = len(compiled)
+        compile_ahead.compile_ahead(model, prompt, chunk, context, kv, decodes)
+        return len(compiled) > before
+
+    assert run(70)
+    assert not run(71)
+    assert not run(70, decodes=False)
+    assert compiled[0] > 0
+    assert run(80)  # a multiple of 16
+    assert run(130)
+    assert [run(141, chunk=131), run(141, chunk=131)] == [True, False]  # 131 and 10 tokens
+    assert [run(5), run(6), run(6)] == [True, True, False]  # few tokens have programs of their own
+    assert run(70, kv="int8")
+    assert not run(70, kv="int8")
+    assert run(70, 501, kv="int8")
+    assert not run(70, 501)
+    assert not run(501, 500)  # refused by the run
+    forget()
+    assert run(70)
+    assert compile_ahead.failures() == []
+
+
+def test_a_cancelled_run_compiles_again(model: CausalLM, compiled: list[int]) -> None:
+    cancel = threading.Event()
+    cancel.set()
+    for _ in range(2):
+        compile_ahead.compile_ahead(model, 20, 512, 100, None, True, cancel)
+    assert len(compiled) == 2
+
+
+def test_what_goes_wrong_is_left_to_the_run(model: CausalLM, compiled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model.layers = model.layers[:1]
+    compile_ahead.compile_ahead(model, 20, 512, 100, None, True)
+    monkeypatch.setattr(compile_ahead, "samples", lambda model: [99])
+    compile_ahead.compile_ahead(model, 200, 512, 500, None, True)
+    assert len(compiled) == 1
+    assert compile_ahead.failures() == ["IndexError: index 99 is out of range"]
+
+
+def test_nothing_is_compiled_under_a_mode_or_with_hooks(
+    model: CausalLM, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.layers[0].register_forward_hook(lambda *arguments: None)
+    compile_ahead.compile_ahead(model, 20, 512, 100, None, True)
+    model.layers[0]._forward_hooks.clear()
+    monkeypatch.setattr(compile_ahead, "direct", lambda first: False)
+    compile_ahead.compile_ahead(model, 20, 512, 100, None, True)
+    assert compiled == []
 
 
 def test_without_cuda_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ and compiles them in threads. Triton's compiler releases Python's lock for most 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,65 +25,100 @@ from toolkit.kernels.base import Launch, current_capability
 from toolkit.models.cache import BOUND_MULTIPLE
 from toolkit.models.model import CausalLM, Model
 from toolkit.models.problems import problems_of, samples
-from toolkit.ops.define import Problem, on_gpu
+from toolkit.ops.define import Problem, direct, on_gpu
+from toolkit.ops.products import DECODED
 
 MOST_THREADS = 16
+POLL_S = 0.1  # between looks at `cancel`
 CACHE_SIZES = ("slots", "context", "positions")  # fields of shapes that depend on the size of the cache
+STEP, MOST_STEPPED = 64, 512  # configs of prompts were timed, and change, at multiples of STEP up to MOST_STEPPED
+
+_done: WeakKeyDictionary[CausalLM, set[tuple[Any, ...]]] = WeakKeyDictionary()  # what `_kinds` returned
+_failures: list[str] = []
+_one_at_a_time = threading.Lock()
+_left: list[Future[None]] = []  # what an interrupted call may still compile
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The layers of a model that use all kernels, and for which numbers they were compiled."""
-
-    layers: list[int]
-    done: set[tuple[Any, ...]] = field(default_factory=set)
-
-
-_known: WeakKeyDictionary[CausalLM, _Known] = WeakKeyDictionary()
-
-
-def compile_ahead(model: Model, prompt: int, chunk: int, context: int, kv: str | None) -> None:
-    """Compile the kernels of a run on CUDA: of feeding `prompt` tokens, `chunk` at a time, and of decoding in a cache.
+def compile_ahead(
+    model: Model, prompt: int, chunk: int, context: int, kv: str | None, decodes: bool, cancel: threading.Event | None = None
+) -> None:
+    """Compile the kernels of a run on CUDA: of feeding `prompt` tokens, `chunk` at a time, and of decoding if it `decodes`.
 
     The cache is for `context` tokens in the format `kv`. Nothing happens if this process has done it for the model and similar
     numbers. Some kernels are left out, and are compiled when they are launched: those of filters in sampling; of models that
-    run code of others, or that are divided among ranks; and all inside a recording, which would show the operations of PyTorch
-    that run here. As much memory is used as by feeding the prompt with a short cache. If there isn't enough, nothing is
-    compiled.
+    run code of others, or that are divided among ranks; and all of a run that a recording, a profiler or a mode of PyTorch
+    observes, since operations of PyTorch run here. As much memory is used as by feeding the prompt to a few layers, with a
+    short cache. If anything goes wrong, the run compiles by itself (see `failures`). Raises RecorderError if another thread
+    records a run of its own, as the run would.
     """
-    on_cuda = isinstance(model, CausalLM) and model.device.torch.type == "cuda"
-    if not on_cuda or model.device.recording is not None or context < 2:
+    if not _supported(model):
         return
     assert isinstance(model, CausalLM)
-    with torch.no_grad(), torch.cuda.device(model.device.torch):
-        if model.shard != WHOLE or altered(model) or not on_gpu(*model.parameters()):
+    _watch_lookup()
+    parts = [*{min(prompt, chunk), prompt % chunk} - {0}, *([1] if decodes and context > prompt else [])]
+    asked = {_kinds(tokens, context, kv): tokens for tokens in parts}
+    done = _done.setdefault(model, set())
+    missing = {kinds: tokens for kinds, tokens in asked.items() if kinds not in done}
+    if not missing or prompt > context:
+        return
+    with model.device.unrecorded(), torch.no_grad(), _current(model.device.torch):
+        first = next(model.parameters())
+        if altered(model) or not on_gpu(first) or not direct(first):
             return
-        known = _known.get(model) or _known.setdefault(model, _Known(samples(model)))
-        parts = [*{min(prompt, chunk), prompt % chunk} - {0}, *([1] if context > prompt else [])]
-        asked = {(*_kinds_of(tokens), *_kinds_of(context), kv): tokens for tokens in parts}
-        missing = {about: tokens for about, tokens in asked.items() if about not in known.done}
-        if missing:
-            compile_launches(_launches(_problems(model, known.layers, [*missing.values()], context, kv), model.device.torch))
-            known.done.update(missing)
+        try:
+            launches = list(_launches(_problems(model, [*missing.values()], context, kv), model.device.torch))
+        except Exception as error:  # whatever it is: the run doesn't need this, and raises it if it is an error of the run
+            _failures.append(f"{type(error).__name__}: {error}")
+            return
+        if compile_launches(launches, cancel):
+            done.update(missing)
 
 
-def _kinds_of(length: int) -> tuple[int, bool]:
-    """Return what kernels may depend on: most spaces of configs change at powers of two, and Triton favors multiples of 16."""
-    return math.ceil(math.log2(length)), length % 16 == 0
+def failures() -> list[str]:
+    """Return the errors that kept `compile_ahead` from finding kernels in this process."""
+    return list(_failures)
 
 
-def _problems(model: CausalLM, layers: Sequence[int], parts: Sequence[int], context: int, kv: str | None) -> list[Problem]:
+def _supported(model: Model) -> bool:
+    on_cuda = isinstance(model, CausalLM) and model.device.torch.type == "cuda" and model.shard == WHOLE
+    return on_cuda and model.device.recording is None
+
+
+def _current(device: torch.device) -> torch.cuda.device:
+    """Return a context in which `device` is the current GPU."""
+    return torch.cuda.device(device)
+
+
+def _kinds(tokens: int, context: int, kv: str | None) -> tuple[Any, ...]:
+    """Return what programs and configs depend on. Triton favors multiples of 16, and some kernels full tiles of tokens.
+
+    Kernels that write quantized caches are compiled for one size of the cache.
+    """
+    if tokens <= DECODED:
+        length = tokens
+    else:
+        length = DECODED + (-(-tokens // STEP) if tokens <= MOST_STEPPED else MOST_STEPPED + math.ceil(2 * math.log2(tokens)))
+    cache = (math.ceil(math.log2(context)), context % 16 == 0) if kv is None else (context, kv)
+    return length, tokens % 16 == 0, tokens % STEP == 0, cache
+
+
+@cache
+def _watch_lookup() -> None:
+    """Forget what was done when other configs may be chosen."""
+    from toolkit.tune.lookup import when_forgotten
+
+    when_forgotten(_done.clear)
+
+
+def _problems(model: CausalLM, parts: Sequence[int], context: int, kv: str | None) -> list[Problem]:
     """Return (kernel, shape, inputs) of feeding `parts`, numbers of tokens, with a cache for `context` tokens."""
-    window = max(getattr(module, "window", None) or 0 for layer in layers for module in model.layers[layer].modules())
-    read = -(-max(window, sum(parts)) // BOUND_MULTIPLE) * BOUND_MULTIPLE  # the most slots that an operation reads
+    layers = samples(model)
+    windows = [getattr(module, "window", None) or 0 for layer in layers for module in model.layers[layer].modules()]
+    read = -(-max([*windows, sum(parts)]) // BOUND_MULTIPLE) * BOUND_MULTIPLE  # the most slots that an operation reads
     slots = min(context, read + 1)  # kernels for a longer cache have the same programs, maybe other configs
-    try:
-        found = problems_of(model, layers, parts, slots, kv)
-    except torch.OutOfMemoryError:
-        return []
-    return [
-        _longer(problem, slots, context) for problem in reversed(found)
-    ]  # some kernels of decode steps take longest, so they begin first
+    found = problems_of(model, layers, parts, slots, kv)
+    # Some kernels of decode steps take longest to compile, so they begin first.
+    return [_longer(problem, slots, context) for problem in reversed(found)]
 
 
 def _longer(problem: Problem, slots: int, context: int) -> Problem:
@@ -102,11 +139,11 @@ def _launches(problems: Iterable[Problem], device: torch.device) -> Iterator[Lau
         yield from kernel.launches(shape, choose(kernel, shape, device).config, inputs, kernel.outputs(shape, inputs))
 
 
-def compile_launches(launches: Iterable[Launch]) -> None:
-    """Compile the kernels of launches for the current GPU, several at once.
+def compile_launches(launches: Iterable[Launch], cancel: threading.Event | None = None) -> bool:
+    """Compile and load the kernels of launches for the current GPU, several at once. Return whether all were looked at.
 
-    A kernel that can't be compiled is left out: it raises when it is launched. After an interrupt, compilers that run already
-    go on in the background.
+    A kernel that can't be compiled is left out: it raises when it is launched. After an interrupt, or once `cancel` is set,
+    compilers that run already go on in the background, and the next call waits for them.
     """
     capability, device = current_capability(), torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -115,19 +152,41 @@ def compile_launches(launches: Iterable[Launch]) -> None:
             torch.cuda.set_device(device)  # a thread starts with GPU 0 as its current device
         compiled = launch.compile(capability)
         if device is not None:
-            compiled.run  # noqa: B018 - Triton then loads the kernel, and compiles what starts it
+            _load(compiled)
 
     distinct = {_program(launch): launch for launch in launches if 0 not in launch.grid}
-    running: list[Future[None]] = []
     pool = ThreadPoolExecutor(min(processors(), MOST_THREADS), "compile")
+    with _one_at_a_time:
+        try:
+            if not _ended(cancel):
+                return False
+            for number, launch in enumerate(distinct.values()):
+                _left.append(pool.submit(compile_one, launch))
+                if not number and not _ended(cancel):  # it hashes Triton's files, which threads at once would all do
+                    return False
+            return _ended(cancel)
+        except RuntimeError:  # no thread can be started: Python is about to exit, or the system allows no more
+            return False
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ended(cancel: threading.Event | None) -> bool:
+    """Wait until nothing is left to compile. Return False as soon as `cancel` is set."""
+    while not (cancel is not None and cancel.is_set()):
+        if not wait([one for one in _left if not one.cancelled()], POLL_S).not_done:
+            _left.clear()
+            return True
+    return False
+
+
+def _load(compiled: Any) -> None:
+    """Load a compiled kernel and compile what starts it, as Triton does when the kernel is first launched."""
     try:
-        for number, launch in enumerate(distinct.values()):
-            running.append(pool.submit(compile_one, launch))
-            if not number:
-                wait(running)  # it hashes Triton's files, which threads at once would all do
-        wait(running)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        compiled.run  # noqa: B018
+    except BaseException:
+        compiled._run = None  # Triton sets it before it loads the kernel, and would then launch none
+        raise
 
 
 def _program(launch: Launch) -> tuple[Any, ...]:

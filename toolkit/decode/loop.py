@@ -140,7 +140,8 @@ def generate(
     else:
         fallen.check(model, strategy)
         chunk = chunk or chunk_of(model)
-        compile_ahead(model, len(ids) - (0 if prefix is None else len(prefix.ids)), chunk, context, kv)
+        rest = len(ids) if prefix is None else len(ids) - len(prefix.ids)
+        compile_ahead(model, rest, chunk, context, prefix.kv if prefix is not None else kv, limit > 1, cancel)
         request = _Request(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, request, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), _few_threads(model), closing(learnt):

@@ -60,7 +60,8 @@ class Prefix:
         check_model(model)
         self.model, self.ids = model, tuple(prompt_ids(model, ids))
         context, chunk = check_context(model, context), chunk_of(model) if chunk is None else check_chunk(chunk)
-        compile_ahead(model, len(self.ids), chunk, context, kv)
+        self.kv = kv
+        compile_ahead(model, len(self.ids), chunk, context, kv, decodes=False)
         self.kept_bytes: int | None = None  # None before the first run
         self._lock, self._freed = threading.Lock(), False
         with torch.no_grad():

@@ -43,20 +43,23 @@ def problems_of(model: CausalLM, layers: Sequence[int], parts: Iterable[int], co
     device, start = model.device.torch, 0
     with torch.no_grad(), ops.describe_problems() as found:
         cache = model.new_cache(context, kv)
-        for tokens in parts:
-            positions = torch.arange(start, start + tokens, device=device)
-            start += tokens
-            x = model.embed(torch.zeros(1, tokens, dtype=torch.int64, device=device))
-            at = model.passing(x, cache, model.reaches(positions, cache, start))
-            x, given = model.enter(x)
-            residual = Residual(x)
-            for layer in layers:
-                residual = model.run_layer(layer, residual, at, *given[layer : layer + 1])
-            logits = model.logits(residual.sum()[:, -1:]).view(-1)
-        number, whole = partial(torch.zeros, dtype=torch.float64), partial(torch.zeros, dtype=torch.int64)
-        rules = Rules(number(len(NUMBERS), device=device), whole(2, device=device), whole(WORK, device=device))
-        for draw in (False, True):
-            ops.sample(logits, replace(rules, draw=draw), whole(1, device=device), whole(1, device=device))
+        try:
+            for tokens in parts:
+                positions = torch.arange(start, start + tokens, device=device)
+                start += tokens
+                x = model.embed(torch.zeros(1, tokens, dtype=torch.int64, device=device))
+                at = model.passing(x, cache, model.reaches(positions, cache, start))
+                x, given = model.enter(x)
+                residual = Residual(x)
+                for layer in layers:
+                    residual = model.run_layer(layer, residual, at, *given[layer : layer + 1])
+                logits = model.logits(residual.sum()[:, -1:]).view(-1)
+            number, whole = partial(torch.zeros, dtype=torch.float64), partial(torch.zeros, dtype=torch.int64)
+            rules = Rules(number(len(NUMBERS), device=device), whole(2, device=device), whole(WORK, device=device))
+            for draw in (False, True):
+                ops.sample(logits, replace(rules, draw=draw), whole(1, device=device), whole(1, device=device))
+        finally:
+            cache.free()  # also if a notebook keeps the traceback of an error
     return found
 
 

@@ -223,21 +223,23 @@ def describe_problems() -> Iterator[list[Problem]]:
     def add(kernel: Kernel, shape: Shape, inputs: dict[str, Tensor]) -> None:
         found.append((kernel, shape, {name: stand_in(tensor) for name, tensor in inputs.items()}))
 
-    before = _launching.set(False)
+    before = _launching.get()
     try:
+        _launching.set(False)
         with _recording(add):
             yield found
     finally:
-        _launching.reset(before)
+        _launching.set(before)
 
 
 @contextmanager
 def _recording(recorder: Callable[[Kernel, Shape, dict[str, Tensor]], None]) -> Iterator[None]:
-    _recorders.append(recorder)
     try:
+        _recorders.append(recorder)
         yield
     finally:
-        _recorders.remove(recorder)
+        if recorder in _recorders:  # an interrupt may come first
+            _recorders.remove(recorder)
 
 
 def on_gpu(*tensors: Tensor | None) -> bool:
