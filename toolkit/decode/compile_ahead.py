@@ -68,7 +68,8 @@ def compile_ahead(
         try:
             launches = list(_launches(_problems(model, [*missing.values()], context, kv), model.device.torch))
         except Exception as error:  # whatever it is: the run doesn't need this, and raises it if it is an error of the run
-            _failures.append(f"{type(error).__name__}: {error}")
+            if (text := f"{type(error).__name__}: {error}") not in _failures:
+                _failures.append(text)
             return
         if compile_launches(launches, cancel):
             done.update(missing)
