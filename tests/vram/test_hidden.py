@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -166,8 +167,9 @@ def test_advice_on_reference_cycles(monkeypatch):
     assert "gc.collect() (reference cycles): saves 4.00 MiB, enough" in note
 
 
-def test_many_variables_of_this_thread_hide_none_of_another(monkeypatch):
-    monkeypatch.setattr(owners_module, "MOST", 2000)
+@contextmanager
+def loading(name):
+    """Hold a tensor of 2 MiB in the variable `batches` of a function on another thread."""
     begun, ends = threading.Event(), threading.Event()
 
     def load():
@@ -176,29 +178,29 @@ def test_many_variables_of_this_thread_hide_none_of_another(monkeypatch):
         ends.wait()
         return batches
 
-    def search():
-        many = [[number] for number in range(3000)]
-        return {held.owner for held in hidden.listed({}) if held.stays and many}
-
-    thread = threading.Thread(target=load, name="loader")
+    thread = threading.Thread(target=load, name=name)
     thread.start()
     begun.wait()
     try:
-        assert search() == {"batches in load() (thread 'loader')[0]"}
+        yield
     finally:
         ends.set()
         thread.join()
 
 
+def test_many_variables_of_this_thread_hide_none_of_another(monkeypatch):
+    monkeypatch.setattr(owners_module, "MOST", 2000)
+
+    def search():
+        many = [[number] for number in range(3000)]
+        return {held.owner for held in hidden.listed({}) if held.stays and many}
+
+    with loading("loader"):
+        assert search() == {"batches in load() (thread 'loader')[0]"}
+
+
 def test_variables_of_running_functions_have_names():
     """Those of the functions that called this code, and of other threads: in tables, `%memory hidden` and the advice."""
-    begun, ends = threading.Event(), threading.Event()
-
-    def load():
-        batches = [tensor(2)]
-        begun.set()
-        ends.wait()
-        return batches
 
     def outer():
         weights = {"up": tensor()}
@@ -218,14 +220,8 @@ def test_variables_of_running_functions_have_names():
         assert "del weights in outer(): saves 4.00 MiB\n" in note
         assert "del batches in load() (thread 'loader (1)'): saves 2.00 MiB" in note
 
-    thread = threading.Thread(target=load, name="loader (1)")
-    thread.start()
-    begun.wait()
-    try:
+    with loading("loader (1)"):
         outer()
-    finally:
-        ends.set()
-        thread.join()
 
 
 def test_a_machine_that_stands_still_during_a_walk_hides_nothing_near(monkeypatch):

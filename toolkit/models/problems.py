@@ -66,8 +66,8 @@ def problems_of(model: CausalLM, layers: Sequence[int], parts: Iterable[int], co
 def describe(value: Any) -> Any:
     """Describe everything in a module that determines its graph: classes, attributes and shapes, but no index or weights.
 
-    An object of an unknown type is described by its address, so that it never matches another piece: compiling twice is better
-    than reusing the wrong code.
+    An object of an unknown type is described by its address, so that it never matches another one: the same work twice is
+    better than the wrong code.
     """
     if isinstance(value, nn.Module):
         left_out = ("layer", "source", "training")
