@@ -124,9 +124,10 @@ class Launch:
         return self.function[self.grid](**self.arguments, **self.constants, **options)
 
     def compile(self, capability: tuple[int, int]) -> Any:
-        """Compile the kernel for the current GPU, which has this compute capability, exactly as launching it would.
+        """Compile the kernel for the current GPU, which has this compute capability, as launching it would.
 
-        Returns Triton's compiled kernel. Nothing is launched, so the tensors may be on "meta".
+        Returns Triton's compiled kernel. Nothing is launched, so the tensors may be on "meta", where they count as aligned
+        to 16 bytes. Raises Triton's CompilationError.
         """
         options = self.options(capability)
         return self.function.warmup(grid=self.grid, **self.arguments, **self.constants, **options)
