@@ -65,9 +65,25 @@ except triton.CompilationError:
 """
 
 
-def run(cache: Path, *arguments: str) -> list[str]:
+# Prints the kernels whose arguments are a part of a longer tensor, and whether their programs depend on where it begins.
+PARTS = """
+from toolkit.decode import compile_ahead
+from toolkit.kernels.registry import kernels
+
+for kernel in kernels().values():
+    shape = next(iter(kernel.known.values()))
+    inputs = kernel.inputs(shape, "meta")
+    parts = [inputs[name] for name in ("ids", "at", "positions") if name in inputs]
+    for launch in compile_ahead._launches([(kernel, shape, inputs)], "h200"):
+        for parameter in launch.function.params:
+            if any(launch.arguments.get(parameter.name) is part for part in parts):
+                print(kernel.name, "any" if parameter.do_not_specialize_on_alignment else "aligned")
+"""
+
+
+def run(cache: Path, *arguments: str, script: str = SCRIPT) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *arguments]
+    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=environment | {"TRITON_CACHE_DIR": str(cache)}
     )
@@ -91,6 +107,14 @@ def test_after_an_interrupt_kernels_can_be_compiled(tmp_path: Path) -> None:
     assert "interrupted" in said
     assert "broken" in said
     assert len({line.split()[0] for line in said if "compile" in line}) == 3
+
+
+@pytest.mark.slow
+def test_a_prompt_may_begin_at_any_position_of_its_cache(tmp_path: Path) -> None:
+    """No kernel has another program where the positions or tokens of a run begin at an odd number."""
+    attention = {"attention_codes", "attention_decode", "attention_prefill"}
+    kernels = {"delta_chunks", "delta_step", "embed_rows", "kv_encode", "qk_norm_rope", *attention}
+    assert set(run(tmp_path, script=PARTS)) == {f"{kernel} any" for kernel in kernels}
 
 
 @pytest.mark.parametrize("kv", [None, "k4v8"])
@@ -150,7 +174,8 @@ def test_what_is_compiled_again(model: CausalLM, compiled: list[int]) -> None:
     assert [run(5), run(6), run(6)] == [True, True, False]  # few tokens have programs of their own
     assert run(70, kv="int8")
     assert not run(70, kv="int8")
-    assert run(70, 501, kv="int8")
+    assert not run(70, 501, kv="int8")
+    assert run(70, 513, kv="int8")
     assert not run(70, 501)
     assert not run(501, 500)  # refused by the run
     forget()
@@ -169,6 +194,7 @@ def test_a_cancelled_run_compiles_again(model: CausalLM, compiled: list[int]) ->
 def test_what_goes_wrong_is_left_to_the_run(model: CausalLM, compiled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers = model.layers[:1]
     compile_ahead.compile_ahead(model, 20, 512, 100, None, True)
+    model.layers = model.layers[:1]
     monkeypatch.setattr(compile_ahead, "samples", lambda model: [99])
     compile_ahead.compile_ahead(model, 200, 512, 500, None, True)
     assert len(compiled) == 1

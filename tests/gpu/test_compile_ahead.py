@@ -31,9 +31,10 @@ model = tk.load(name, device="cuda", scheme=scheme, progress=False)
 tokens, compiled = [], []
 for length, chunk, strategy, context in [
     (70, 50, "cuda-graph", None),
-    (75, 49, "cuda-graph", None),  # other lengths of the same ranges
-    (70, 64, "double-buffered", None),  # ends with six tokens, as many as a decode step may feed
-    (300, 2048, "roundtrip", 1500),  # longer than the window of a sliding layer
+    (75, 49, "cuda-graph", None),  # other lengths of the same ranges, and an odd position
+    (70, 63, "double-buffered", None),  # ends with seven tokens, as many as a decode step may feed
+    (64, 63, "double-buffered", None),  # and with one
+    (300, 2048, "roundtrip", 1000),  # longer than the window of a sliding layer
 ]:
     prompt = [1 + i % 100 for i in range(length)]
     run = tk.generate(
@@ -51,8 +52,9 @@ print(json.dumps({"tokens": tokens, "compiled": compiled, "compilers": compilers
 def first_run(cache: Path, *arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(arguments)]
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    return json.loads(said.splitlines()[-1])  # type: ignore[no-any-return]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert not ended.returncode, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_run_compiles_its_kernels_before_it_begins(name: str, scheme: str | No
     assert found["failures"] == found["compilers"] == plain["compilers"] == []
     assert found["tokens"] == plain["tokens"]
     first, similar, *_ = found["compiled"]
-    assert [one["late"] for one in found["compiled"]] == [[], [], [], []]
+    assert [one["late"] for one in found["compiled"]] == [[]] * 5
     assert similar["early"] == []
     assert set(plain["compiled"][0]["late"]) <= set(first["early"])
-    assert [one["early"] for one in plain["compiled"]] == [[], [], [], []]
+    assert [one["early"] for one in plain["compiled"]] == [[]] * 5

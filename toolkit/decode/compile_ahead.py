@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from toolkit.core.distributed import WHOLE
 from toolkit.core.workers import processors
@@ -34,6 +35,8 @@ CACHE_SIZES = ("slots", "context", "positions")  # fields of shapes that depend 
 STEP, MOST_STEPPED = 64, 512  # configs of prompts were timed, and change, at multiples of STEP up to MOST_STEPPED
 
 _done: WeakKeyDictionary[CausalLM, set[tuple[Any, ...]]] = WeakKeyDictionary()  # what `_kinds` returned
+_samples: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # of a model's layers, what `samples` returned
+_compiled: set[tuple[Any, ...]] = set()  # what `_program` returned, with the GPU
 _failures: list[str] = []
 _one_at_a_time = threading.Lock()
 _left: list[Future[None]] = []  # what an interrupted call may still compile
@@ -91,16 +94,12 @@ def _current(device: torch.device) -> torch.cuda.device:
 
 
 def _kinds(tokens: int, context: int, kv: str | None) -> tuple[Any, ...]:
-    """Return what programs and configs depend on. Triton favors multiples of 16, and some kernels full tiles of tokens.
-
-    Kernels that write quantized caches are compiled for one size of the cache.
-    """
+    """Return what programs and configs depend on. Triton favors multiples of 16, and some kernels full tiles of tokens."""
     if tokens <= DECODED:
         length = tokens
     else:
         length = DECODED + (-(-tokens // STEP) if tokens <= MOST_STEPPED else MOST_STEPPED + math.ceil(2 * math.log2(tokens)))
-    cache = (math.ceil(math.log2(context)), context % 16 == 0) if kv is None else (context, kv)
-    return length, tokens % 16 == 0, tokens % STEP == 0, cache
+    return length, tokens % 16 == 0, tokens % STEP == 0, math.ceil(math.log2(context)), context % 16 == 0, kv
 
 
 @cache
@@ -113,7 +112,7 @@ def _watch_lookup() -> None:
 
 def _problems(model: CausalLM, parts: Sequence[int], context: int, kv: str | None) -> list[Problem]:
     """Return (kernel, shape, inputs) of feeding `parts`, numbers of tokens, with a cache for `context` tokens."""
-    layers = samples(model)
+    layers = _samples.get(model.layers) or _samples.setdefault(model.layers, samples(model))
     windows = [getattr(module, "window", None) or 0 for layer in layers for module in model.layers[layer].modules()]
     read = -(-max([*windows, sum(parts)]) // BOUND_MULTIPLE) * BOUND_MULTIPLE  # the most slots that an operation reads
     slots = min(context, read + 1)  # kernels for a longer cache have the same programs, maybe other configs
@@ -143,8 +142,9 @@ def _launches(problems: Iterable[Problem], device: torch.device) -> Iterator[Lau
 def compile_launches(launches: Iterable[Launch], cancel: threading.Event | None = None) -> bool:
     """Compile and load the kernels of launches for the current GPU, several at once. Return whether all were looked at.
 
-    A kernel that can't be compiled is left out: it raises when it is launched. After an interrupt, or once `cancel` is set,
-    compilers that run already go on in the background, and the next call waits for them.
+    What this process has compiled before is left out. A kernel that can't be compiled is left out, too: it raises when it is
+    launched. After an interrupt, or once `cancel` is set, compilers that run already go on in the background, and the next call
+    waits for them.
     """
     capability, device = current_capability(), torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -154,14 +154,16 @@ def compile_launches(launches: Iterable[Launch], cancel: threading.Event | None 
         compiled = launch.compile(capability)
         if device is not None:
             _load(compiled)
+        _compiled.add((device, *_program(launch)))
 
-    distinct = {_program(launch): launch for launch in launches if 0 not in launch.grid}
+    distinct = {(device, *_program(launch)): launch for launch in launches if 0 not in launch.grid}
+    missing = [launch for program, launch in distinct.items() if program not in _compiled]
     pool = ThreadPoolExecutor(min(processors(), MOST_THREADS), "compile")
     with _one_at_a_time:
         try:
             if not _ended(cancel):
                 return False
-            for number, launch in enumerate(distinct.values()):
+            for number, launch in enumerate(missing):
                 _left.append(pool.submit(compile_one, launch))
                 if not number and not _ended(cancel):  # it hashes Triton's files, which threads at once would all do
                     return False
@@ -192,7 +194,8 @@ def _load(compiled: Any) -> None:
 
 def _program(launch: Launch) -> tuple[Any, ...]:
     """Return what the code of a launch depends on."""
-    arguments = tuple((name, _kind(value)) for name, value in launch.arguments.items())
+    plain = launch.function.do_not_specialize
+    arguments = tuple((name, type(value) if name in plain else _kind(value)) for name, value in launch.arguments.items())
     options = (launch.warps, launch.stages, launch.early, launch.registers)
     return launch.function, arguments, tuple(launch.constants.items()), options
 

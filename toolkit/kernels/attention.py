@@ -299,7 +299,7 @@ def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     return each, tl.maximum(tl.cdiv(length, each), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _decode(
     query, keys, values, positions, partial, weights, output, codes, scales, sums, key_stride, value_stride, scale, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -376,7 +376,7 @@ def _store(
         tl.store(sums + first // 32 + group, sum, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _combine(
     partial, weights, positions, output, codes, scales, sums, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -336,7 +336,7 @@ def own_slots(mean, FOLD: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr
     return tl.trans(mean)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _decode_codes(
     query, keys, values, key_scales, value_scales, signs, positions, partial, weights,
     key_stride, value_stride, key_scale_stride, value_scale_stride, scale, capacity,

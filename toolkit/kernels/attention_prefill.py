@@ -162,7 +162,7 @@ ATTENTION_PREFILL = AttentionPrefill()
 """The one instance."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _prefill(
     query, keys, values, new_keys, new_values, positions, output, key_stride, value_stride,
     new_key_head, new_key_token, new_value_head, new_value_token, tokens, scale, capacity,

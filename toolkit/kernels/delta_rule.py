@@ -236,7 +236,7 @@ DELTA_STEP = DeltaStep()
 """The one instance."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _step(
     qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory, output, found, arrivals,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,

@@ -159,7 +159,7 @@ DELTA_CHUNKS = DeltaChunks()
 """The one instance."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _prepare(
     qkv, b, a, conv, decay, dt_bias, positions, ring, wanted, recalled, reads, writes, inner, left, tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
@@ -233,7 +233,7 @@ def _inverse(system, rows):
     return solved
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _chain(
     qkv, positions, ring, memory, found, wanted, recalled, reads, writes, inner, left, tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,

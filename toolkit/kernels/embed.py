@@ -204,7 +204,7 @@ def _weights(
     return product - minima
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr"])  # a part of a longer tensor: it may begin anywhere
 def _embed_kernel(
     ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, scale,
     HIDDEN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,

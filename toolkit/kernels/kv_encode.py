@@ -125,11 +125,12 @@ class KvEncode(Kernel):
         strides = {f"{n}_head": inputs[n].stride(1) for n in ("key", "value")}
         strides |= {f"{n}_token": inputs[n].stride(2) for n in ("key", "value")}
         strides |= {f"{name}_stride": outputs[name].stride(1) for name in CACHES}
-        constants = {"SLOTS": shape.slots, "RING": shape.ring, "HEAD_DIM": shape.head_dim, "BLOCK_M": config["block_m"]}
+        constants = {"RING": shape.ring, "HEAD_DIM": shape.head_dim, "BLOCK_M": config["block_m"]}
         constants |= {"KEY_BITS": shape.scheme.key_bits, "VALUE_BITS": shape.scheme.value_bits}
         grid = (triton.cdiv(shape.tokens, config["block_m"]), shape.kv_heads, 2)
-        numbers = {**arguments, **{name: outputs[name] for name in CACHES}, **strides, "tokens": shape.tokens}
-        return [Launch(_encode, grid, numbers, constants, config.warps, config.stages, early=True)]
+        arguments |= {name: outputs[name] for name in CACHES}
+        numbers = {**strides, "tokens": shape.tokens, "capacity": shape.slots}
+        return [Launch(_encode, grid, {**arguments, **numbers}, constants, config.warps, config.stages, early=True)]
 
     def _check(self, shape: EncodeShape, inputs: Tensors, outputs: Tensors) -> None:
         least, key = 256 // min(shape.scheme.key_bits, shape.scheme.value_bits), inputs["key"]
@@ -168,12 +169,16 @@ SMALLEST, STEP = tl.constexpr(kv_codes.TRIALS[0]), tl.constexpr(kv_codes.TRIALS[
 TINY = tl.constexpr(kv_codes.LEAST_STEP)  # the divisor for zeros
 
 
-@triton.jit
+# One program serves caches of any size. The positions are a part of a longer tensor, which may begin anywhere.
+@triton.jit(
+    do_not_specialize=["key_scales_stride", "value_scales_stride", "tokens", "capacity"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def _encode(
     key, value, positions, signs, keys, key_scales, values, value_scales,
     key_head, value_head, key_token, value_token,
-    keys_stride, key_scales_stride, values_stride, value_scales_stride, tokens,
-    SLOTS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    keys_stride, key_scales_stride, values_stride, value_scales_stride, tokens, capacity,
+    RING: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one KV head: their keys, or their values."""
@@ -182,10 +187,10 @@ def _encode(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.load(positions + rows, mask=rows < tokens, other=-1).to(tl.int32)
     if RING:
-        written = (at >= 0) & (rows >= tokens - SLOTS)
-        slots = at % SLOTS
+        written = (at >= 0) & (rows >= tokens - capacity)
+        slots = at % capacity
     else:
-        written = (at >= 0) & (at < SLOTS)
+        written = (at >= 0) & (at < capacity)
         slots = at
     vectors, stride = key + head * key_head, key_token
     words, scales = keys + head * keys_stride, key_scales + head * key_scales_stride

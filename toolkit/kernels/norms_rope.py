@@ -421,7 +421,7 @@ def _norm_kernel(
         tl.store(sums_ptr + at_group, sums, mask=group < HIDDEN // 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["at_ptr"])  # a part of a longer tensor: it may begin anywhere
 def _heads_kernel(
     qkv_ptr, value_ptr, q_weight_ptr, k_weight_ptr, rope_ptr, at_ptr, query_ptr, keys_ptr, values_ptr, T, S, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, OWN_VALUES: tl.constexpr,
