@@ -126,7 +126,7 @@ def first_runs() -> str:
     found = {(row["model"], row["kernel_cache"], row["commit"]): row["runs"][0] for row in record("h200_first_runs")["rows"]}
     rows = []
     for model, cache, commit in found:
-        if commit == "f113816":
+        if commit == "e74fb72":
             cells = [found[model, cache, each] for each in ("4b480df", commit)]
             seconds = [f"{cell['first_ms'] / 1000:.1f}, {cell['all_ms'] / 1000:.1f}" for cell in cells]
             rows.append([model.removeprefix("random/"), cache, *seconds])

@@ -136,6 +136,20 @@ def test_chunks(shape: DeltaChunksShape) -> None:
     assert error(found[2], wanted[2]) < CHUNK_ERROR
 
 
+def test_rows_may_lie_apart() -> None:
+    """As parts of the one matrix product that makes them. The results are equal to the bit."""
+    shape, names = CHUNK_SHAPES[0], ("qkv", "z", "b", "a")
+    inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=9)
+    joined = torch.cat([inputs[name] for name in names], 1).split([inputs[name].shape[1] for name in names], 1)
+    config = DELTA_CHUNKS.space(shape)[0]
+    parts = inputs | dict(zip(names, joined, strict=True))
+    assert not parts["z"].is_contiguous()
+    for found, wanted in zip(DELTA_CHUNKS.run(shape, config, parts), DELTA_CHUNKS.run(shape, config, inputs), strict=True):
+        assert torch.equal(found, wanted)
+    with pytest.raises(ModelError, match="qkv"):
+        DELTA_CHUNKS.run(shape, config, inputs | {"qkv": inputs["qkv"].t().contiguous().t()})
+
+
 def test_chunks_are_the_models_and_go_on_where_a_step_ended() -> None:
     """Run a step at position 0, then chunks from position 1, while the other slots of the ring are still zero."""
     shape = DeltaChunksShape(1, 2, 16, 16, dtype="float32", tokens=66)

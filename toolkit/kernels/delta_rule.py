@@ -157,6 +157,7 @@ class DeltaStep(Kernel):
         return 3
 
 
+ROWS = ("qkv", "z", "b", "a")  # what the input matrices return for each token
 Wanted = dict[str, tuple[Sequence[int], torch.dtype | tuple[torch.dtype, ...]]]
 
 
@@ -165,7 +166,7 @@ def check_inputs(shape: DeltaShape, inputs: Tensors, wanted: Wanted) -> None:
     asked = shape.check()
     for name, (size, dtypes) in wanted.items():
         alignment = 16 if name in ("conv", "ring", "memory") else 4  # the vectors are slices of one matrix output
-        check_tensor(asked, name, inputs[name], size, dtypes, inputs["memory"], alignment)
+        check_tensor(asked, name, inputs[name], size, dtypes, inputs["memory"], alignment, name in ROWS and len(size) == 2)
 
 
 def wanted_tensors(shape: DeltaShape, length: tuple[int, ...]) -> Wanted:

@@ -27,6 +27,7 @@ from toolkit.kernels import draws
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.delta_rule import (
     INTEGERS,
+    ROWS,
     DeltaShape,
     check_inputs,
     gated_norm,
@@ -58,8 +59,8 @@ class DeltaChunksShape(DeltaShape):
 class DeltaChunks(Kernel):
     """Tokens [T] -> output [T, value heads * Dv]; ring [taps, channels] and memory [value heads, Dk, Dv] are updated in place.
 
-    Inputs are those of `DeltaStep` with a token axis first: "qkv" [T, channels], "z", "b", "a"; "positions" [T] ascend by one,
-    and only the first is read.
+    Inputs are those of `DeltaStep` with a token axis first: "qkv" [T, channels], "z", "b", "a", whose rows may lie apart;
+    "positions" [T] ascend by one, and only the first is read.
     """
 
     name = "delta_chunks"
@@ -78,7 +79,7 @@ class DeltaChunks(Kernel):
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         assert isinstance(shape, DeltaChunksShape)
         made = random_net(shape, shape.tokens, device, seed)
-        made = {n: t.view(1, -1) if shape.tokens == 1 and n in ("qkv", "z", "b", "a") else t for n, t in made.items()}
+        made = {n: t.view(1, -1) if shape.tokens == 1 and n in ROWS else t for n, t in made.items()}
         return {**made, "positions": draws.positions(1001, 1001 + shape.tokens, device)}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
@@ -117,26 +118,27 @@ class DeltaChunks(Kernel):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, DeltaChunksShape)
         check_inputs(shape, inputs, wanted_tensors(shape, (shape.tokens,)) | {"positions": ((shape.tokens,), INTEGERS)})
-        given, heads, tokens = {**inputs, **outputs}, shape.value_heads, {"tokens": shape.tokens}
+        heads, strides = shape.value_heads, {f"{name}_row": inputs[name].stride(0) for name in ROWS}
+        given = {**inputs, **outputs, **strides, "tokens": shape.tokens}
         scratch = ("wanted", "recalled", "reads", "writes", "inner", "left")
         constants = {**head_constants(shape), "TAPS": shape.taps, "CHUNK": CHUNK}
-        prepared = ("qkv", "b", "a", "conv", "decay", "dt_bias", "positions", "ring", *scratch)
-        chained = ("qkv", "positions", "ring", "memory", "found", *scratch)
+        rows = ("qkv_row", "b_row", "a_row")
+        prepared = ("qkv", "b", "a", "conv", "decay", "dt_bias", "positions", "ring", *scratch, *rows, "tokens")
+        chained = ("qkv", "positions", "ring", "memory", "found", *scratch, "qkv_row", "tokens")
         parts, chunks = triton.cdiv(shape.value_dim, config["block_v"]), triton.cdiv(shape.tokens, CHUNK)
+        normed_from = ("found", "z", "norm", "output", "z_row")
         norm_rows = {name: constants[name] for name in ("VALUE_HEADS", "VALUE_DIM")} | {"EPS": float(shape.eps)}
         return [
-            Launch(_prepare, (chunks, heads), {name: given[name] for name in prepared} | tokens, constants, 8, 1),
+            Launch(_prepare, (chunks, heads), {name: given[name] for name in prepared}, constants, 8, 1),
             Launch(
                 _chain,
                 (parts, heads),
-                {name: given[name] for name in chained} | tokens,
+                {name: given[name] for name in chained},
                 constants | {"BLOCK_V": config["block_v"]},
                 config.warps,
                 config.stages,
             ),
-            Launch(
-                _norm, (shape.tokens, heads), {name: given[name] for name in ("found", "z", "norm", "output")}, norm_rows, 1
-            ),
+            Launch(_norm, (shape.tokens, heads), {name: given[name] for name in normed_from}, norm_rows, 1),
         ]
 
     def cost(self, shape: Shape) -> Cost:
@@ -161,7 +163,8 @@ DELTA_CHUNKS = DeltaChunks()
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _prepare(
-    qkv, b, a, conv, decay, dt_bias, positions, ring, wanted, recalled, reads, writes, inner, left, tokens,
+    qkv, b, a, conv, decay, dt_bias, positions, ring, wanted, recalled, reads, writes, inner, left,
+    qkv_row, b_row, a_row, tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +176,8 @@ def _prepare(
     columns = tl.arange(0, max(16, triton.next_power_of_2(VALUE_DIM)))
     t = chunk * CHUNK + rows
     slot = (tl.load(positions) % TAPS).to(tl.int32)
-    log_kept, beta = gates(a, b, decay, dt_bias, head, tl.minimum(t, tokens - 1) * VALUE_HEADS + head)
+    row = tl.minimum(t, tokens - 1).to(tl.int64)
+    log_kept, beta = gates(a + row * a_row, b + row * b_row, decay, dt_bias, head, head)
     log_kept = tl.where(t < tokens, log_kept, 0)  # tokens beyond the last leave the memory unchanged
     beta = tl.where(t < tokens, beta, 0)
     kept, whole = tl.cumsum(log_kept, 0), tl.sum(log_kept, 0)
@@ -184,9 +188,9 @@ def _prepare(
     by_key, real = tile * KEY_DIM + dims[None, :], dims[None, :] < KEY_DIM
 
     at = key_head * KEY_DIM + dims
-    key = _convolve(qkv, ring, conv, at + KEY_HEADS * KEY_DIM, dims < KEY_DIM, t, tokens, slot, CHANNELS, TAPS)
+    key = _convolve(qkv, qkv_row, ring, conv, at + KEY_HEADS * KEY_DIM, dims < KEY_DIM, t, tokens, slot, CHANNELS, TAPS)
     key *= tl.rsqrt(tl.sum(key * key, 1) + 1e-6)[:, None]
-    query = _convolve(qkv, ring, conv, at, dims < KEY_DIM, t, tokens, slot, CHANNELS, TAPS)
+    query = _convolve(qkv, qkv_row, ring, conv, at, dims < KEY_DIM, t, tokens, slot, CHANNELS, TAPS)
     query *= (tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * tl.rsqrt(KEY_DIM * 1.0))[:, None]
     tl.store(reads + by_key, query * until, mask=real)
     scores = tl.dot(query, tl.trans(key), input_precision="tf32") * between
@@ -198,13 +202,13 @@ def _prepare(
     solved = _inverse(tl.dot(written, tl.trans(key), input_precision="tf32") * between, rows)
     tl.store(recalled + by_key, tl.dot(solved, written * until, input_precision="tf32"), mask=real)
     at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-    value = _convolve(qkv, ring, conv, at, columns < VALUE_DIM, t, tokens, slot, CHANNELS, TAPS)
+    value = _convolve(qkv, qkv_row, ring, conv, at, columns < VALUE_DIM, t, tokens, slot, CHANNELS, TAPS)
     new = tl.dot(solved, value * beta[:, None], input_precision="tf32")
     tl.store(wanted + tile * VALUE_DIM + columns[None, :], new, mask=columns[None, :] < VALUE_DIM)
 
 
 @triton.jit
-def _convolve(qkv, ring, conv, channels, real, t, tokens, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+def _convolve(qkv, qkv_row, ring, conv, channels, real, t, tokens, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """SiLU of the convolution at tokens t [rows] for some channels: [rows, channels], zeros beyond the last token.
 
     `slot` is where the first token's input belongs in the ring; the input before it is one slot earlier.
@@ -213,7 +217,7 @@ def _convolve(qkv, ring, conv, channels, real, t, tokens, slot, CHANNELS: tl.con
     for tap in tl.static_range(TAPS):
         source = (t + (tap - TAPS + 1))[:, None]
         known = (t < tokens)[:, None] & real[None, :]
-        given = tl.load(qkv + source.to(tl.int64) * CHANNELS + channels[None, :], mask=known & (source >= 0), other=0)
+        given = tl.load(qkv + source.to(tl.int64) * qkv_row + channels[None, :], mask=known & (source >= 0), other=0)
         held = (slot + source + TAPS) % TAPS
         before = tl.load(ring + held * CHANNELS + channels[None, :], mask=known & (source < 0), other=0)
         weight = tl.load(conv + channels * TAPS + tap, mask=real, other=0)
@@ -235,7 +239,7 @@ def _inverse(system, rows):
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _chain(
-    qkv, positions, ring, memory, found, wanted, recalled, reads, writes, inner, left, tokens,
+    qkv, positions, ring, memory, found, wanted, recalled, reads, writes, inner, left, qkv_row, tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -272,7 +276,7 @@ def _chain(
     for i in tl.static_range(TAPS):
         t = tokens - 1 - i
         if t >= 0:
-            given, to = qkv + t.to(tl.int64) * CHANNELS, ring + (slot + t) % TAPS * CHANNELS
+            given, to = qkv + t.to(tl.int64) * qkv_row, ring + (slot + t) % TAPS * CHANNELS
             queries_at = key_head * KEY_DIM + dims
             tl.store(to + queries_at, tl.load(given + queries_at, mask=shared, other=0), mask=shared)
             keys_at = queries_at + KEY_HEADS * KEY_DIM
@@ -282,11 +286,12 @@ def _chain(
 
 
 @triton.jit
-def _norm(found, z, norm, output, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, EPS: tl.constexpr):
+def _norm(found, z, norm, output, z_row, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, EPS: tl.constexpr):
     """The gated norm of one value head's result at one token."""
-    first = (tl.program_id(0).to(tl.int64) * VALUE_HEADS + tl.program_id(1)) * VALUE_DIM
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = (token * VALUE_HEADS + head) * VALUE_DIM
     columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
-    weight = output_weights(z, norm, first, columns, VALUE_DIM)
+    weight = output_weights(z + token * z_row, norm, head * VALUE_DIM, columns, VALUE_DIM)
     read = tl.load(found + first + columns, mask=columns < VALUE_DIM, other=0)
     out = normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty)
     tl.store(output + first + columns, out, mask=columns < VALUE_DIM)

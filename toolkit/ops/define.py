@@ -276,6 +276,12 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if offset and offset * x.element_size() % 16 else x
 
 
+def aligned_rows(x: Tensor) -> Tensor:
+    """Return `x` [T, n] with contiguous rows that begin at multiples of 16 bytes, maybe apart; copies only if they don't."""
+    fits = x.stride(1) == 1 and not any(n * x.element_size() % 16 for n in (x.stride(0), x.storage_offset()))
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 def launches(
     name: str, n: int, moved: int, flops: float = 0.0, *, floor: float = 1.0, share: float = 1.0, blocks: int = 0
 ) -> list[Effect]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
+from toolkit.ops.define import Problem, aligned, aligned_rows, call, counters, define, launches, on_gpu
 from toolkit.ops.reference.delta_rule import DeltaNetLayer
 from toolkit.ops.reference.delta_rule import delta_net as delta_net_reference
 
@@ -35,7 +35,8 @@ def delta_net(
     weights = (layer.conv, layer.decay, layer.dt_bias, layer.norm)
     if rough or layer.key_dim > 256 or memory.shape[2] > 256 or not on_gpu(qkv, z, b, a, *states, *weights):
         return delta_net_reference(qkv, z, b, a, *states, layer)
-    return call("delta_net", *map(aligned, (qkv, z, b, a)), *states, *layer)  # type: ignore[no-any-return]
+    rows = map(aligned if qkv.shape[0] == 1 else aligned_rows, (qkv, z, b, a))
+    return call("delta_net", *rows, *states, *layer)  # type: ignore[no-any-return]
 
 
 def _reference(
@@ -45,7 +46,7 @@ def _reference(
 
 
 def _delta_shape(qkv: Tensor, z: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(z)
+    return z.new_empty(z.shape)
 
 
 def _delta_problem(
