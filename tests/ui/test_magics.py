@@ -51,6 +51,14 @@ def test_the_display_of_the_result_is_not_counted(shell, capsys) -> None:
     assert "tensor([6." in run(shell, "x * 6", capsys)[1]
 
 
+@pytest.mark.parametrize("magic", ["%%copies", "%%memory"])
+def test_a_semicolon_at_the_end_keeps_the_result_from_being_displayed(shell, capsys, magic) -> None:
+    out = run(shell, f"{magic}\nx * 7;", capsys)[1]
+    assert "tensor(" not in out
+    assert "copies that display" not in out
+    assert "tensor([8." in run(shell, f"{magic}\nx * 7;\nx * 8", capsys)[1]
+
+
 @pytest.mark.parametrize("show", ["print", "display"])
 def test_what_the_cell_itself_prints_is_counted_at_its_line(shell, capsys, show) -> None:
     out = run(shell, f"%%copies\ny = x * 2\n{show}(y)", capsys)[1]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -18,7 +16,7 @@ from toolkit.gpu.virtual.device import open_card
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Trace
-from toolkit.ui.magics.shared import Parser, awaits, failure_of, plain, show
+from toolkit.ui.magics.shared import Parser, awaits, displayed_later, failure_of, plain, show
 from toolkit.vram import owners
 
 
@@ -50,9 +48,10 @@ class CopyMagics(Magics):
         """%%copies [--device NAME] [--budget-h2d N] [--budget-d2h N] [--budget-d2d N] [--timeline]
 
         Run the cell on the device (default: the one in use, else "auto") and show its copies per step and the lines that
-        caused them, counted from the line below %%copies. The cell's result is displayed afterwards, and the copies of its
-        display are not counted. If a budget is exceeded, an error names the lines. If the device is being recorded already, the
-        cell's events go to that recording and nothing is shown. Cells with `await` are not supported: they raise UsageError.
+        caused them, counted from the line below %%copies. The cell's result is displayed afterwards, unless the cell ends in a
+        semicolon, and the copies of its display are not counted. If a budget is exceeded, an error names the lines. If the
+        device is being recorded already, the cell's events go to that recording and nothing is shown. Cells with `await` are
+        not supported: they raise UsageError.
         """
         try:
             options = _parser().parse_args(shlex.split(line))
@@ -68,7 +67,7 @@ class CopyMagics(Magics):
         inside, over, result = device.recording is not None, None, None
         try:
             with (
-                _displayed_later(self.shell) as later,
+                displayed_later(self.shell, cell) as later,
                 copy_budget(**limits, device=device) if guarded else nullcontext(),
                 device.record() as trace,
             ):
@@ -88,24 +87,6 @@ class CopyMagics(Magics):
             raise failure_of(failed)
         if over is not None:
             raise plain(over)
-
-
-@contextmanager
-def _displayed_later(shell: Any) -> Iterator[list[Any]]:
-    """Display the results of the cell that runs in this block only when the block has ended. Yields the list of them.
-
-    To display a tensor, PyTorch copies its values to the host, one at a time.
-    """
-    results: list[Any] = []
-    trap, now = shell.display_trap, sys.displayhook
-    hook, shown_by = trap.hook, now if trap.is_active else trap.hook  # the trap is active if a cell called the magic
-    trap.hook = sys.displayhook = results.append
-    try:
-        yield results
-    finally:
-        trap.hook, sys.displayhook = hook, now
-        for value in results:
-            shown_by(value)
 
 
 def _report(trace: Trace, timeline: bool) -> None:

@@ -15,7 +15,7 @@ from toolkit.core.files import at_home
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
-from toolkit.ui.magics.shared import Parser, awaits, failure_of, plain, show
+from toolkit.ui.magics.shared import Parser, awaits, displayed_later, failure_of, plain, show
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.hidden import user_variables
@@ -94,7 +94,8 @@ class MemoryMagics(Magics):
             scope = Scope(guard.device if guard is not None else options.device)
             scope.__enter__()
             try:
-                result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
+                with displayed_later(self.shell, cell):
+                    result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
                 failed = result.error_before_exec or result.error_in_exec
             finally:
                 use = scope.end(user_variables(self.shell), failed)

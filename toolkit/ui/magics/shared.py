@@ -1,10 +1,14 @@
-"""Helpers of the magics: option parsing, cells with `await`, and errors without tracebacks."""
+"""Helpers of the magics: option parsing, cells with `await`, results of cells, and errors without tracebacks."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.display import display
 
@@ -26,6 +30,27 @@ def awaits(shell: Any, cell: str) -> bool:
         return bool(shell.should_run_async(cell, transformed_cell=shell.transform_cell(cell)))
     except SyntaxError:  # reported when the cell runs
         return False
+
+
+@contextmanager
+def displayed_later(shell: Any, cell: str) -> Iterator[list[Any]]:
+    """Display the results of `cell`, which runs in this block, only when the block has ended. Yields the list of them.
+
+    To display a tensor, PyTorch copies its values to the host, one at a time. As elsewhere in IPython, nothing is displayed if
+    the cell ends in a semicolon.
+    """
+    results: list[Any] = []
+    trap, now = shell.display_trap, sys.displayhook
+    hook, shown_by = trap.hook, now if trap.is_active else trap.hook  # the trap is active if a cell called the magic
+    trap.hook = sys.displayhook = results.append
+    try:
+        yield results
+    finally:
+        trap.hook, sys.displayhook = hook, now
+        if DisplayHook.semicolon_at_end_of_expression(cell):
+            results.clear()
+        for value in results:
+            shown_by(value)
 
 
 def failure_of(failed: BaseException) -> BaseException:
