@@ -141,7 +141,7 @@ class TestSizesOnly:
             torch.save(x, "/dev/null")
         assert torch.ones(3, device="vgpu").tolist() == [1, 1, 1]
 
-    def test_what_is_made_like_no_values_has_none(self, gpu):
+    def test_a_copy_of_no_values_has_none(self, gpu):
         """Also outside `sizes_only`, where the host would otherwise allocate gigabytes of zeros."""
         with gpu.sizes_only():
             x = torch.empty(1 << 16, 1 << 14, device="vgpu")
@@ -149,11 +149,7 @@ class TestSizesOnly:
         copies = [x.clone(), x.t().contiguous(), x.bfloat16()]
         assert [copy._host.is_meta for copy in copies] == [True] * 3
         assert [copy.nbytes for copy in copies] == [x.nbytes, x.nbytes, x.nbytes // 2]
-        made = [torch.empty_like(x), x.new_empty(x.shape), x.new_empty_strided(x.shape, (1, 1 << 16)), x.new_zeros(x.shape)]
-        assert [(one._host.is_meta, one.nbytes) for one in made] == [(True, x.nbytes)] * 4
-        made[1][:, : 1 << 13] = 1
         assert host.grown_bytes() < 100e6
-        assert x.new_zeros(3, dtype=torch.int64).tolist() == [0, 0, 0]
         assert x[:2, :2].long().tolist() == [[0, 0], [0, 0]]
         assert torch.ones(3, device="vgpu").clone().tolist() == [1, 1, 1]
 

@@ -57,6 +57,11 @@ def test_a_semicolon_at_the_end_keeps_the_result_from_being_displayed(shell, cap
     assert "tensor(" not in out
     assert "copies that display" not in out
     assert "tensor([8." in run(shell, f"{magic}\nx * 7;\nx * 8", capsys)[1]
+    assert "it's done" in run(shell, f'{magic}\n!echo "it\'s done"', capsys)[1]
+    for broken in ("y = (1,", "s = '''abc", "if x:\n        y\n    z"):
+        result, out = run(shell, f"{magic}\n{broken}", capsys)
+        assert not result.success
+        assert "TokenError" not in out
 
 
 @pytest.mark.parametrize("show", ["print", "display"])

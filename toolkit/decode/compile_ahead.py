@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from toolkit.core.distributed import WHOLE
 from toolkit.core.workers import processors
@@ -35,7 +34,7 @@ CACHE_SIZES = ("slots", "context", "positions")  # fields of shapes that depend 
 STEP, MOST_STEPPED = 64, 512  # configs of prompts were timed, and change, at multiples of STEP up to MOST_STEPPED
 
 _done: WeakKeyDictionary[CausalLM, set[tuple[Any, ...]]] = WeakKeyDictionary()  # what `_kinds` returned
-_samples: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # of a model's layers, what `samples` returned
+_samples: WeakKeyDictionary[CausalLM, tuple[list[int], list[int]]] = WeakKeyDictionary()  # ids of layers; their `samples`
 _compiled: set[tuple[Any, ...]] = set()  # what `_program` returned, with the GPU
 _failures: list[str] = []
 _one_at_a_time = threading.Lock()
@@ -112,7 +111,10 @@ def _watch_lookup() -> None:
 
 def _problems(model: CausalLM, parts: Sequence[int], context: int, kv: str | None) -> list[Problem]:
     """Return (kernel, shape, inputs) of feeding `parts`, numbers of tokens, with a cache for `context` tokens."""
-    layers = _samples.get(model.layers) or _samples.setdefault(model.layers, samples(model))
+    ids = [*map(id, model.layers)]
+    if (known := _samples.get(model)) is None or known[0] != ids:
+        known = _samples[model] = ids, samples(model)
+    layers = known[1]
     windows = [getattr(module, "window", None) or 0 for layer in layers for module in model.layers[layer].modules()]
     read = -(-max([*windows, sum(parts)]) // BOUND_MULTIPLE) * BOUND_MULTIPLE  # the most slots that an operation reads
     slots = min(context, read + 1)  # kernels for a longer cache have the same programs, maybe other configs
@@ -157,12 +159,12 @@ def compile_launches(launches: Iterable[Launch], cancel: threading.Event | None 
         _compiled.add((device, *_program(launch)))
 
     distinct = {(device, *_program(launch)): launch for launch in launches if 0 not in launch.grid}
-    missing = [launch for program, launch in distinct.items() if program not in _compiled]
     pool = ThreadPoolExecutor(min(processors(), MOST_THREADS), "compile")
     with _one_at_a_time:
         try:
             if not _ended(cancel):
                 return False
+            missing = [launch for program, launch in distinct.items() if program not in _compiled]
             for number, launch in enumerate(missing):
                 _left.append(pool.submit(compile_one, launch))
                 if not number and not _ended(cancel):  # it hashes Triton's files, which threads at once would all do
@@ -195,13 +197,15 @@ def _load(compiled: Any) -> None:
 def _program(launch: Launch) -> tuple[Any, ...]:
     """Return what the code of a launch depends on."""
     plain = launch.function.do_not_specialize
-    arguments = tuple((name, type(value) if name in plain else _kind(value)) for name, value in launch.arguments.items())
+    arguments = tuple((name, _kind(value, name in plain)) for name, value in launch.arguments.items())
     options = (launch.warps, launch.stages, launch.early, launch.registers)
     return launch.function, arguments, tuple(launch.constants.items()), options
 
 
-def _kind(value: Any) -> Any:
-    """Return the type of an argument. Triton compiles integers apart if they are 1, or multiples of 16."""
+def _kind(value: Any, plain: bool) -> Any:
+    """Return the type of an argument. Unless `plain`, Triton compiles integers apart if they are 1, or multiples of 16."""
     if isinstance(value, torch.Tensor):
         return value.dtype
-    return (value == 1, value % 16 == 0) if isinstance(value, int) else type(value)
+    if isinstance(value, int):
+        return (value.bit_length() > 31, *(() if plain else (value == 1, value % 16 == 0)))
+    return type(value)

@@ -31,7 +31,7 @@ def check_tensor(
 ) -> None:
     """Raise ModelError unless `tensor` has this shape and dtype, and is contiguous, aligned, and on the device of `like`.
 
-    The rows of a matrix may lie `apart`.
+    With `apart`, the rows of a matrix need only be contiguous by themselves.
     """
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     asked = f"{kernel}, {name}"
@@ -42,7 +42,7 @@ def check_tensor(
         raise ModelError(asked, f"{str(tensor.dtype).removeprefix('torch.')} where {names} is needed", "Convert it")
     if tensor.device != like.device:
         raise ModelError(asked, f"on {tensor.device}, the rest on {like.device}", "Move it there")
-    if not (tensor[0] if apart else tensor).is_contiguous():
+    if not (tensor.stride(-1) == 1 if apart else tensor.is_contiguous()):
         raise ModelError(asked, f"strides {list(tensor.stride())}: not contiguous", "Call .contiguous()")
     # Tensors that stand for others, as in tracing, have no address.
     if type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.data_ptr() % alignment:

@@ -165,7 +165,7 @@ def check_inputs(shape: DeltaShape, inputs: Tensors, wanted: Wanted) -> None:
     """Raise ModelError for an invalid shape, or inputs that differ from `wanted`."""
     asked = shape.check()
     for name, (size, dtypes) in wanted.items():
-        alignment = 16 if name in ("conv", "ring", "memory") else 4  # the vectors are slices of one matrix output
+        alignment = 16 if name in ("conv", "ring", "memory") else 4  # the others are parts of what one matrix returns
         check_tensor(asked, name, inputs[name], size, dtypes, inputs["memory"], alignment, name in ROWS and len(size) == 2)
 
 

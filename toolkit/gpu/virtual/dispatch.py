@@ -67,7 +67,7 @@ _MIXES = {  # operations whose operands after the first may be on the host: indi
     "_pack_padded_sequence", "_foreach_copy_",
 }  # fmt: skip
 _PUTS = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}  # their values are on the device, indices may not
-_LIKE = {"clone", "_to_copy", "empty_like", "new_empty", "new_empty_strided"}  # their composites make an empty tensor
+_COPIES = {"clone", "_to_copy"}  # operations whose composite copies its operand into an empty tensor
 
 # torch.tensor and similar functions run with Python dispatch switched off, where the fallback is not reached.
 _CONSTRUCTING = (
@@ -128,8 +128,8 @@ def _handler(func: Any) -> Handler:
     if name in SPECIAL:
         return SPECIAL[name](func)
     composite = None if func in _WHOLE else decomposes(func)
-    if composite is not None and name in _LIKE:
-        return _like(func, composite)
+    if composite is not None and name in _COPIES:
+        return _copies(func, composite)
     if composite is not None:
         return parts_of(func, composite)
     if is_view(schema) and name not in ("_conj", "_neg_view"):
@@ -286,20 +286,20 @@ def _copy(func: Any) -> Handler:
     return copy
 
 
-def _like(func: Any, composite: Any) -> Handler:
-    """Return the handler of an operation of _LIKE. What is made like a tensor without values has none either."""
+def _copies(func: Any, composite: Any) -> Handler:
+    """Return the handler of an operation of _COPIES. The copy of a tensor without values has none either."""
 
-    def like(args: Args, kwargs: Kwargs) -> Any:
+    def copies(args: Args, kwargs: Kwargs) -> Any:
         state, of = here(), args[0]
         if not sizes.seen or type(of) is not VirtualTensor or not of._host.is_meta:
             return func._op_dk(composite, *args, **kwargs)
-        outer, state.like_absent = state.like_absent, True
+        outer, state.copies_absent = state.copies_absent, True
         try:
             return func._op_dk(composite, *args, **kwargs)
         finally:
-            state.like_absent = outer
+            state.copies_absent = outer
 
-    return like
+    return copies
 
 
 def _item(func: Any) -> Handler:
@@ -324,7 +324,7 @@ def _empty(func: Any) -> Handler:
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         card.check(math.prod(args[0]) * dtype.itemsize)
         kwargs = _named(kwargs)
-        if (card.sizes_only or here().like_absent) and not sizes.keeps_values(args[0], dtype, card.from_packed):
+        if (card.sizes_only or here().copies_absent) and not sizes.keeps_values(args[0], dtype, card.from_packed):
             kwargs["device"] = _META
         out = func._op(*args, **kwargs)
         hold(out, card)

@@ -32,14 +32,14 @@ class State(threading.local):
     """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to.
 
     `graph` is set while the thread runs the work of a graph, to capture or to replay it. `from_tape` is set while it runs work
-    that the host would launch from a tape. `like_absent` is set while a tensor is made like one that has no values (see
+    that the host would launch from a tape. `copies_absent` is set while it copies a tensor that has no values (see
     `sizes_only`). `passes` counts the backward passes that run, one in a hook of another, and `failed` is the error that left
     the engine of the innermost one.
     """
 
     stream = DEFAULT_STREAM
     step = -1
-    like_absent = False
+    copies_absent = False
     from_tape = False
     passes = 0
     failed: BaseException | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -15,7 +16,7 @@ from toolkit.core.files import at_home
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
-from toolkit.ui.magics.shared import Parser, awaits, displayed_later, failure_of, plain, show
+from toolkit.ui.magics.shared import Parser, awaits, displayed_later, failure_of, plain, show, silenced
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.hidden import user_variables
@@ -94,7 +95,7 @@ class MemoryMagics(Magics):
             scope = Scope(guard.device if guard is not None else options.device)
             scope.__enter__()
             try:
-                with displayed_later(self.shell, cell):
+                with displayed_later(self.shell, cell) if silenced(self.shell, cell) else nullcontext():
                     result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
                 failed = result.error_before_exec or result.error_in_exec
             finally:

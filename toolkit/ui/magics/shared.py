@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,12 +33,19 @@ def awaits(shell: Any, cell: str) -> bool:
         return False
 
 
+def silenced(shell: Any, cell: str) -> bool:
+    """Return whether a cell ends in a semicolon, so that its result isn't displayed."""
+    try:
+        return bool(DisplayHook.semicolon_at_end_of_expression(shell.transform_cell(cell)))
+    except (SyntaxError, tokenize.TokenError):  # reported when the cell runs
+        return False
+
+
 @contextmanager
 def displayed_later(shell: Any, cell: str) -> Iterator[list[Any]]:
-    """Display the results of `cell`, which runs in this block, only when the block has ended. Yields the list of them.
+    """Display the results of `cell`, which runs in this block, only when the block has ended, unless the cell is `silenced`.
 
-    To display a tensor, PyTorch copies its values to the host, one at a time. As elsewhere in IPython, nothing is displayed if
-    the cell ends in a semicolon.
+    Yields the list of results. To display a tensor, PyTorch copies its values to the host, one at a time.
     """
     results: list[Any] = []
     trap, now = shell.display_trap, sys.displayhook
@@ -47,7 +55,7 @@ def displayed_later(shell: Any, cell: str) -> Iterator[list[Any]]:
         yield results
     finally:
         trap.hook, sys.displayhook = hook, now
-        if DisplayHook.semicolon_at_end_of_expression(cell):
+        if silenced(shell, cell):
             results.clear()
         for value in results:
             shown_by(value)
