@@ -149,7 +149,11 @@ class TestSizesOnly:
         copies = [x.clone(), x.t().contiguous(), x.bfloat16()]
         assert [copy._host.is_meta for copy in copies] == [True] * 3
         assert [copy.nbytes for copy in copies] == [x.nbytes, x.nbytes, x.nbytes // 2]
+        made = [torch.empty_like(x), x.new_empty(x.shape), x.new_empty_strided(x.shape, (1, 1 << 16)), torch.ones_like(x)]
+        assert [(one._host.is_meta, one.nbytes) for one in made] == [(True, x.nbytes)] * 4
+        made[1][:, : 1 << 13] = 1
         assert host.grown_bytes() < 100e6
+        assert [x.new_full((3,), 7.0).tolist(), torch.ones_like(x[0, :2]).tolist()] == [[7, 7, 7], [1, 1]]
         assert x[:2, :2].long().tolist() == [[0, 0], [0, 0]]
         assert torch.ones(3, device="vgpu").clone().tolist() == [1, 1, 1]
 

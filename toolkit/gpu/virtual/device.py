@@ -134,8 +134,9 @@ class VirtualGpu(Device):
         """Create tensors without floating-point values, and so without memory on this machine, inside the block.
 
         This applies to tensors created on, or moved to, the virtual GPU by any thread, and to all results computed from them,
-        also after the block. Shapes, bytes, times and the memory of the virtual GPU are those of a real run. Absent values
-        read as zero. `trace.meta["sizes_only"]` says whether a trace contains operations on such tensors.
+        also after the block. What is only made like them, as by `torch.ones_like`, has no values if it is larger than 16 MiB.
+        Shapes, bytes, times and the memory of the virtual GPU are those of a real run. Absent values read as zero.
+        `trace.meta["sizes_only"]` says whether a trace contains operations on such tensors.
         """
         machine = self._in_use()
         outer, machine.sizes_only, sizes_only.seen = machine.sizes_only, True, True

@@ -67,7 +67,8 @@ _MIXES = {  # operations whose operands after the first may be on the host: indi
     "_pack_padded_sequence", "_foreach_copy_",
 }  # fmt: skip
 _PUTS = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}  # their values are on the device, indices may not
-_COPIES = {"clone", "_to_copy"}  # operations whose composite copies its operand into an empty tensor
+# Operations whose composites make an empty tensor, by the bytes from which it has no values if the operand has none.
+_LIKE = {"clone": 0, "_to_copy": 0} | dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), sizes.KEPT_BYTES + 1)
 
 # torch.tensor and similar functions run with Python dispatch switched off, where the fallback is not reached.
 _CONSTRUCTING = (
@@ -128,8 +129,8 @@ def _handler(func: Any) -> Handler:
     if name in SPECIAL:
         return SPECIAL[name](func)
     composite = None if func in _WHOLE else decomposes(func)
-    if composite is not None and name in _COPIES:
-        return _copies(func, composite)
+    if composite is not None and name in _LIKE:
+        return _like(func, composite, _LIKE[name])
     if composite is not None:
         return parts_of(func, composite)
     if is_view(schema) and name not in ("_conj", "_neg_view"):
@@ -286,20 +287,24 @@ def _copy(func: Any) -> Handler:
     return copy
 
 
-def _copies(func: Any, composite: Any) -> Handler:
-    """Return the handler of an operation of _COPIES. The copy of a tensor without values has none either."""
+def _like(func: Any, composite: Any, absent_from: int) -> Handler:
+    """Return the handler of an operation of _LIKE.
 
-    def copies(args: Args, kwargs: Kwargs) -> Any:
+    The copy of a tensor without values has none either. What is only made like one, as by `torch.ones_like`, keeps its values
+    if it is small.
+    """
+
+    def like(args: Args, kwargs: Kwargs) -> Any:
         state, of = here(), args[0]
         if not sizes.seen or type(of) is not VirtualTensor or not of._host.is_meta:
             return func._op_dk(composite, *args, **kwargs)
-        outer, state.copies_absent = state.copies_absent, True
+        outer, state.absent_from = state.absent_from, min(state.absent_from, absent_from)
         try:
             return func._op_dk(composite, *args, **kwargs)
         finally:
-            state.copies_absent = outer
+            state.absent_from = outer
 
-    return copies
+    return like
 
 
 def _item(func: Any) -> Handler:
@@ -322,9 +327,10 @@ def _empty(func: Any) -> Handler:
         if device is not None and device.index:
             raise RuntimeError(f"invalid device ordinal: {device} was requested, and the only virtual GPU is vgpu:0")
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        card.check(math.prod(args[0]) * dtype.itemsize)
+        nbytes = math.prod(args[0]) * dtype.itemsize
+        card.check(nbytes)
         kwargs = _named(kwargs)
-        if (card.sizes_only or here().copies_absent) and not sizes.keeps_values(args[0], dtype, card.from_packed):
+        if (card.sizes_only or nbytes >= here().absent_from) and not sizes.keeps_values(args[0], dtype, card.from_packed):
             kwargs["device"] = _META
         out = func._op(*args, **kwargs)
         hold(out, card)

@@ -11,6 +11,7 @@ holds the graph for ever if one raises.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -32,14 +33,14 @@ class State(threading.local):
     """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to.
 
     `graph` is set while the thread runs the work of a graph, to capture or to replay it. `from_tape` is set while it runs work
-    that the host would launch from a tape. `copies_absent` is set while it copies a tensor that has no values (see
-    `sizes_only`). `passes` counts the backward passes that run, one in a hook of another, and `failed` is the error that left
-    the engine of the innermost one.
+    that the host would launch from a tape. While a tensor is made like one that has no values (see `sizes_only`), one of
+    `absent_from` bytes or more gets none either. `passes` counts the backward passes that run, one in a hook of another, and
+    `failed` is the error that left the engine of the innermost one.
     """
 
     stream = DEFAULT_STREAM
     step = -1
-    copies_absent = False
+    absent_from = math.inf
     from_tape = False
     passes = 0
     failed: BaseException | None = None
