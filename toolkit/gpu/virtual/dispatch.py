@@ -288,11 +288,7 @@ def _copy(func: Any) -> Handler:
 
 
 def _like(func: Any, composite: Any, absent_from: int) -> Handler:
-    """Return the handler of an operation of _LIKE.
-
-    The copy of a tensor without values has none either. What is only made like one, as by `torch.ones_like`, keeps its values
-    if it is small.
-    """
+    """Return the handler of an operation of _LIKE. Without values in its operand, `absent_from` bytes or more have none."""
 
     def like(args: Args, kwargs: Kwargs) -> Any:
         state, of = here(), args[0]
@@ -327,8 +323,7 @@ def _empty(func: Any) -> Handler:
         if device is not None and device.index:
             raise RuntimeError(f"invalid device ordinal: {device} was requested, and the only virtual GPU is vgpu:0")
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        nbytes = math.prod(args[0]) * dtype.itemsize
-        card.check(nbytes)
+        card.check(nbytes := math.prod(args[0]) * dtype.itemsize)
         kwargs = _named(kwargs)
         if (card.sizes_only or nbytes >= here().absent_from) and not sizes.keeps_values(args[0], dtype, card.from_packed):
             kwargs["device"] = _META
