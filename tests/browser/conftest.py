@@ -20,10 +20,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conftest import cache_of_lessons
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, LocatorAssertions
 
 if hasattr(os, "sched_setaffinity"):  # Chromium, JupyterLab and a kernel work for one test at the same time: not on one core
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
@@ -312,6 +316,14 @@ def reopen(page: object, lab: Lab, shown: str) -> None:
         page.reload()
         ready(page)
         page.wait_for_selector(shown, timeout=30_000)
+
+
+def expect(found: Locator, message: str | None = None) -> LocatorAssertions:
+    """Playwright's `expect`, with the patience that a busy machine needs."""
+    from playwright.sync_api import expect as waiting
+
+    waiting.set_options(timeout=30_000)
+    return waiting(found, message)
 
 
 def saved(page: object, lab: Lab) -> dict:

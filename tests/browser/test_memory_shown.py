@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from conftest import command, ready, reopen, saved
+from conftest import command, expect, ready, reopen, saved
 from memory_events import HOSTILE, many_events, use_of
 from memory_events import __file__ as EVENTS
 from test_model_shown import FAULTS, theme
@@ -14,6 +15,9 @@ from test_timeline_in_lab import CORNER, shot
 
 from toolkit.ui.memory.page import write_memory_page
 from toolkit.ui.memory.picture import view_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 VIEW, LIVE = ".tk-memory", ".tk-memory.tk-live"
 CANVAS = f"{LIVE} canvas"
@@ -51,9 +55,8 @@ def look(page, name: str) -> None:
     assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
 
 
-def status(page) -> str:
-    page.wait_for_timeout(150)
-    return page.inner_text(f"{LIVE} .tk-status")
+def status(page) -> Locator:
+    return page.locator(f"{LIVE} .tk-status")
 
 
 def colors(page) -> int:
@@ -79,25 +82,24 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     page.wait_for_selector(".tk-detail :text('losses')")
     assert "losses.append" in page.inner_text(".tk-detail")
     look(page, "memory-light-pinned")
-    whole = status(page)
+    whole = status(page).inner_text()
     page.mouse.wheel(0, -600)
-    page.wait_for_function("(whole) => document.querySelector('.tk-live .tk-status').textContent !== whole", arg=whole)
-    zoomed = status(page)
+    expect(status(page)).not_to_have_text(whole)
+    zoomed = status(page).inner_text()
     page.mouse.down()
     page.mouse.move(box["x"] + 300, box["y"] + 200, steps=4)
     page.mouse.up()
-    assert status(page) != zoomed
+    expect(status(page)).not_to_have_text(zoomed)
     page.mouse.dblclick(box["x"] + 400, box["y"] + 100)
-    assert status(page) == whole
+    expect(status(page)).to_have_text(whole)
     canvas.focus()
     cells = page.locator(".jp-Cell").count()
     for key in ("ArrowUp", "ArrowRight", "ArrowLeft", "ArrowDown", "+", "-"):
-        before = status(page)
+        before = status(page).inner_text()
         page.keyboard.press(key)
-        page.wait_for_timeout(100)
-        assert status(page) != before, key
+        expect(status(page), key).not_to_have_text(before)
     page.keyboard.press("0")
-    assert status(page) == whole
+    expect(status(page)).to_have_text(whole)
     page.keyboard.press("Escape")
     page.wait_for_selector(".tk-detail[hidden]", state="attached")
     page.keyboard.press("p")

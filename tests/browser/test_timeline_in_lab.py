@@ -6,11 +6,15 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import command, ready, reopen, run_all, saved
+from conftest import command, expect, ready, reopen, run_all, saved
 from synthetic import __file__ as SYNTHETIC
 from synthetic import decode_loop
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 SETUP = f"""import sys; sys.path.insert(0, {str(Path(SYNTHETIC).parent)!r})
 from synthetic import decode_loop, many_events
@@ -41,9 +45,8 @@ def shot(page, name: str) -> None:
         page.screenshot(path=f"{folder}/{name}.png")
 
 
-def status(page) -> str:
-    page.wait_for_timeout(150)
-    return page.inner_text(".tk-timeline .tk-status")
+def status(page) -> Locator:
+    return page.locator(".tk-timeline .tk-status")
 
 
 def colors(page) -> int:
@@ -76,7 +79,7 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     trace = decode_loop()
     step = trace.is_kind("mark") & (trace["step"] == 3)
     (begin,), (took,) = trace["start_ns"][step], trace["dur_ns"][step]
-    opened = status(page)
+    opened = status(page).inner_text()
     assert "of step 3" in opened
 
     # hover over its D2D: name, bytes and the line appear
@@ -91,18 +94,18 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
 
     canvas.focus()
     page.keyboard.press("o")
-    page.wait_for_function("() => !document.querySelector('.tk-status').innerText.includes('of step')")
-    whole = status(page)
+    expect(status(page)).not_to_contain_text("of step")
+    whole = status(page).inner_text()
     answered(page, wheel=-600)
-    assert status(page) != whole
-    zoomed = status(page)
+    expect(status(page)).not_to_have_text(whole)
+    zoomed = status(page).inner_text()
     page.mouse.move(box["x"] + 700, box["y"] + 90)
     page.mouse.down()
     page.mouse.move(box["x"] + 500, box["y"] + 90, steps=4)
     page.mouse.up()
-    assert status(page) != zoomed
+    expect(status(page)).not_to_have_text(zoomed)
     page.mouse.dblclick(box["x"] + 400, box["y"] + 60)
-    assert status(page) == whole
+    expect(status(page)).to_have_text(whole)
     page.keyboard.down("Shift")
     page.mouse.move(box["x"] + 300, box["y"] + 90)
     page.mouse.down()
@@ -111,19 +114,19 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     page.keyboard.up("Shift")
     page.wait_for_selector(".tk-sums :text('host waits')")
     page.keyboard.press("Enter")
-    assert status(page) != whole
+    expect(status(page)).not_to_have_text(whole)
     page.keyboard.press("Shift+ArrowRight")
     page.keyboard.press("Escape")
     page.wait_for_selector(".tk-sums[hidden]", state="attached")
     cells = page.locator(".jp-Cell").count()
     for key in ("ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown", "+", "-"):
-        before = status(page)
+        before = status(page).inner_text()
         page.keyboard.press(key)
-        assert status(page) != before, key
+        expect(status(page), key).not_to_have_text(before)
     page.keyboard.press("Home")
-    assert status(page) == whole
+    expect(status(page)).to_have_text(whole)
     page.keyboard.press("o")
-    page.wait_for_function("(text) => document.querySelector('.tk-status').innerText === text", arg=opened)
+    expect(status(page)).to_have_text(opened)
     page.keyboard.press("n")
     page.keyboard.press("n")
     page.wait_for_function("() => document.querySelector('.tk-timeline input').value === '5'")
@@ -137,10 +140,10 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     page.keyboard.press("Escape")
     for _ in range(30):  # no zoom ends between two events
         page.keyboard.press("+")
-    assert "50 ns shown" in status(page)
+    expect(status(page)).to_contain_text("50 ns shown")
     assert page.evaluate(PAINTED, CANVAS)
     page.keyboard.press("n")
-    page.wait_for_function("() => document.querySelector('.tk-status').innerText.includes('of step 5')")
+    expect(status(page)).to_contain_text("of step 5")
     page.keyboard.press("Escape")
     page.wait_for_selector(".tk-detail[hidden]", state="attached")
     page.keyboard.press(".")
@@ -261,8 +264,8 @@ def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(not
     page.wait_for_selector(f"{FRAME}[data-ms]")
     page.focus(CANVAS)
     page.keyboard.press("n")
-    page.wait_for_timeout(400)
-    seen = status(page)
+    expect(status(page)).to_contain_text("of step 4")
+    seen = status(page).inner_text()
     found = saved(page, lab)
     assert len(json.dumps(found["metadata"]["widgets"])) < 110_000
     kept = found["cells"][1]["outputs"][1]["data"]
@@ -271,7 +274,7 @@ def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(not
 
     reopen(page, lab, f"{FRAME}[data-painted]")
     assert colors(page) > 20
-    assert status(page).split(" · ")[0] == seen.split(" · ")[0]
+    expect(status(page)).to_contain_text(seen.split(" · ")[0])
     page.focus(CANVAS)
     page.keyboard.press("+")  # nobody answers: the last view is stretched, and says so
     page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)
