@@ -151,6 +151,30 @@ def test_pinned_copies_do_not_wait_and_pageable_ones_do(gpu):
     assert trace["pinned"][trace.is_kind("d2h")].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("size", [1 << 10, 1 << 22])
+def test_copies_of_pageable_memory_return_when_it_may_be_used_again(gpu, size):
+    """To pageable memory when the copy has ended, and from it when the driver has staged it, whatever the stream does."""
+    a = torch.ones(1024, 1024, device="vgpu")
+    pageable, device = torch.ones(size), torch.ones(size, device="vgpu")
+    took, waits = {}, 0
+    for name, target, source in (
+        ("to pinned", pageable.pin_memory(), device), ("to pageable", pageable, device),
+        ("from pinned", device, pageable.pin_memory()), ("from pageable", device, pageable),
+    ):  # fmt: skip
+        gpu.sync()
+        with gpu.record() as trace:
+            a @ a
+            target.copy_(source, non_blocking=True)
+        call, ends = trace.is_kind("launch").nonzero()[0][-1], trace["start_ns"] + trace["dur_ns"]
+        took[name] = int(trace["dur_ns"][call])
+        waits += trace.is_kind("sync").sum()
+        assert (ends[call] >= ends[trace.is_kind("d2h", "h2d")][0]) == (name == "to pageable")
+    assert not waits
+    staged_ns = 4e9 * size / gpu.spec.h2d_pageable_bytes_per_s
+    assert (took["from pageable"] > staged_ns) if size > 1 << 14 else (took["from pageable"] == gpu.spec.h2d_host_ns)
+    assert max(took["to pinned"], took["from pinned"]) < 10_000
+
+
 def test_times_are_the_same_every_run(gpu):
     def run():
         gpu.sync()

@@ -23,7 +23,7 @@ from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.allocator.blocks import Block
 from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.allocator.settings import Settings
-from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
+from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns, staged_ns
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.trace.events import Trace, TraceBuilder
@@ -67,10 +67,14 @@ class Machine:
                 graph.execute(effect)
                 return
             self.host_ns += int(self.spec.tape_host_ns) if here().from_tape else host_ns(effect, self.spec)
-            if effect.cost and self._builder is not None:
-                self._launched(effect.cost, _CALLS.get(effect.kind, "cudaLaunchKernel"))
+            launched = self.host_ns
             after = self.stream_ends[here().stream] + int(self.spec.kernel_gap_ns if effect.kind == "kernel" else 0)
-            self.queue(effect, max(self.host_ns, after))
+            start = max(launched, after)
+            if effect.staged:
+                self.host_ns = staged_ns(effect, launched, start, self.spec)
+            if effect.cost and self._builder is not None:
+                self._launched(effect.cost, _CALLS.get(effect.kind, "cudaLaunchKernel"), self.host_ns - launched)
+            self.queue(effect, start)
 
     def queue(self, effect: Effect, earliest_ns: int) -> tuple[int, int]:
         """Run `effect` on the current stream, from `earliest_ns` on. Return the times of its start and end in ns.
@@ -118,10 +122,10 @@ class Machine:
             if self._builder is not None:
                 self._row("sync", start, self.host_ns - start, 0, stream, name)
 
-    def _launched(self, cost: str, name: str) -> None:
-        """Record the launch that ends now. `cost` names the figure of the `GpuSpec`, without the time of the interpreter."""
+    def _launched(self, cost: str, name: str, more_ns: int = 0) -> None:
+        """Record the launch that ends now. It took `more_ns` and `cost`, a figure of the `GpuSpec` without the interpreter."""
         if self._builder is not None:
-            took = int(getattr(self.spec, cost))
+            took = int(getattr(self.spec, cost)) + more_ns
             self._row("launch", self.host_ns - took, took, 0, here().stream, name, device=-1)
 
     def new_stream(self, priority: int = 0) -> int:

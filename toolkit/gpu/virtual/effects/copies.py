@@ -91,5 +91,5 @@ def _cross(
     """Return the memcpy between host and device, and its wait. None stands for a temporary, which is pageable."""
     host = target if to_host else source
     pinned = host is not None and host.is_pinned()
-    effects = [d2h(size, pinned) if to_host else h2d(size, pinned)]
-    return effects if non_blocking else [*effects, WAIT]
+    effect = d2h(size, pinned) if to_host else h2d(size, pinned)
+    return [effect._replace(staged=not pinned)] if non_blocking else [effect, WAIT]

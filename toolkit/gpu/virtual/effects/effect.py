@@ -17,6 +17,7 @@ from toolkit.gpu.catalogue import GpuSpec
 GEMM_EFFICIENCY = 0.8  # of peak. Measured: 815 of 989 TFLOP/s in bf16, 51 of 67 in fp32 (4096 x 4096 x 4096 on an H200)
 L2_SPEEDUP = 1.85  # if the operands of a streaming kernel fit L2. Measured: 7.8 TB/s, not 4.22 (4 to 16 MiB on an H200)
 SM_BYTES_PER_S = 64 * 1.7e9  # into one SM: 64 B per clock. Measured: a norm of one row, which one block reads (1.98 GHz)
+_STAGED_AT_ONCE = 64 * 1024  # bytes; their staging is part of the measured time of the call
 _FLOOR = {"h2d": "copy_floor_ns", "d2h": "d2h_floor_ns", "d2d": "d2d_floor_ns", "memset": "d2d_floor_ns"}
 _RATE = {
     ("h2d", 0): "h2d_pageable_bytes_per_s", ("h2d", 1): "h2d_pinned_bytes_per_s",
@@ -31,7 +32,8 @@ class Effect(NamedTuple):
     GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The fixed time of a kernel is
     `floor` times that of the shortest kernel. It reaches a `share` of the bandwidth of a streaming kernel, and of the
     arithmetic rate of a large product; with fewer `blocks` than SMs, no more than these can load (0: enough blocks). The
-    `moved_bytes` of a collective are those that a rank receives from others; `ranks` of them take part.
+    `moved_bytes` of a collective are those that a rank receives from others; `ranks` of them take part. The call of a `staged`
+    copy returns when the host's memory may be used again, see `staged_ns`.
     """
 
     kind: str  # kernel | h2d | d2h | d2d | memset | collective | wait
@@ -47,6 +49,7 @@ class Effect(NamedTuple):
     blocks: int = 0
     ranks: int = 1
     algorithm: str = ""  # of a collective
+    staged: bool = False
 
 
 NCCL = "NCCL"  # an algorithm
@@ -130,6 +133,17 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
         seconds = max(seconds, effect.flops / (getattr(spec, effect.peak) * GEMM_EFFICIENCY))
     floor = spec.kernel_floor_ns if kind == "kernel" else spec.d2d_floor_ns
     return int(floor * effect.floor + seconds / effect.share * 1e9)
+
+
+def staged_ns(effect: Effect, launched_ns: int, start_ns: int, spec: GpuSpec) -> int:
+    """Return when the call of a copy from or to pageable memory returns that PyTorch doesn't wait for, in ns.
+
+    Source: CUDA Driver API, "API synchronization behavior". A copy to pageable memory returns only once it has completed. A
+    copy from pageable memory returns once the driver has staged it in pinned memory, which doesn't wait for the stream.
+    """
+    if effect.kind == "d2h":
+        return start_ns + duration_ns(effect, spec)
+    return launched_ns + (duration_ns(effect, spec) if effect.bytes > _STAGED_AT_ONCE else 0)
 
 
 def host_ns(effect: Effect, spec: GpuSpec) -> int:
