@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from toolkit.core.errors import RecorderError, TraceError, UnknownNameError
+from toolkit.gpu.opening import open_device, record
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, TEXT_COLUMNS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Mark, Trace, TraceBuilder
@@ -446,3 +447,36 @@ def test_strings_stay_apart_if_the_garbage_collector_interns_another_one_meanwhi
     builder.add("mark", 1, name=Interrupted("first"))
     builder.add("mark", 2, name="second")
     assert {"first", "second", "between"} == set(builder.build({}).text("name"))
+
+
+def test_calls_that_copy_to_pageable_memory_are_waits():
+    """They return when the copy has ended; the call on the other stream, and that of a copy to pinned memory, don't wait."""
+    built = TraceBuilder()
+    for stream, pinned, begins, took, copied in (
+        (0, 0, 1000, 9000, 8000),
+        (7, 0, 1500, 100, 4000),
+        (0, 1, 20_000, 300, 25_000),
+    ):
+        built.add("launch", begins, took, step=1, stream=stream, device=-1, name="cudaMemcpyAsync")
+        built.add("d2h", copied, 500, bytes=8, step=1, stream=stream, pinned=pinned)
+    built.add("sync", 10_100, 400, step=1, stream=0, device=-1)
+    assert built.build({}).copies()["host_wait_us"].tolist() == [9.4]
+
+
+def test_the_host_waits_for_logits_in_the_copy_itself_on_an_h200():
+    table = open_trace("h200/qwen3-8b/host-sampling").copies()
+    assert (table["host_wait_us"] > 140).all()  # the waits alone are shorter than 30 µs
+    assert (open_trace("h200/qwen3-8b/roundtrip").copies()["host_wait_us"] < 30).all()  # to pinned memory
+
+
+def test_a_copy_to_pageable_memory_is_a_wait_of_the_host_if_pytorch_does_not_wait():
+    gpu = open_device("virtual:h200")
+    device, took = torch.ones(1 << 20, device=gpu.torch), []
+    for host in (torch.ones(1 << 20), torch.ones(1 << 20).pin_memory()):
+        gpu.sync()
+        with record(gpu) as trace:
+            host.copy_(device, non_blocking=True)
+        assert not trace.is_kind("sync").any()
+        took.append(trace.copies()["host_wait_us"].item())
+    assert took[0] > (1 << 22) / gpu.spec.d2h_pageable_bytes_per_s * 1e6
+    assert took[1] == 0

@@ -1,4 +1,4 @@
-"""The copies table of a trace: `Trace.copies`."""
+"""The copies table of a trace, `Trace.copies`, and the time for which the host waited."""
 
 from __future__ import annotations
 
@@ -43,12 +43,32 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
         table[f"{name}_bytes"] = total(name, size).astype(np.int64)
     table["kernels"] = total("kernel") + total("collective")
     table["launches"] = total("launch") if trace.is_kind("launch").any() else np.full(len(steps), -1)
-    table["host_wait_us"] = total("sync", trace["dur_ns"][busy]) / 1e3
+    table["host_wait_us"] = np.bincount(row, host_waits_ns(trace)[busy], len(steps)) / 1e3
     modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
     table["clock"] = np.where(modelled, "modelled", "measured")
     frame = pd.DataFrame(table)
     outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in copied]].sum(axis=1) == 0)
     return frame[~outside | (len(frame) == 1)].reset_index(drop=True)
+
+
+def host_waits_ns(trace: Trace) -> NDArray[np.int64]:
+    """Return for how long the host waited in each event, in ns: in a wait, and in a call that copied to pageable memory.
+
+    Such a call returns only when the copy has ended (CUDA Driver API, "API synchronization behavior"), so the wait that follows
+    it in PyTorch is short.
+    """
+    start, took, rank, stream = (trace[name] for name in ("start_ns", "dur_ns", "rank", "stream"))
+    waited = np.where(trace.is_kind("sync"), took, 0)
+    copies = np.flatnonzero(trace.is_kind("d2h") & (trace["pinned"] == 0))
+    calls = np.flatnonzero(trace.is_kind("launch"))
+    for r, s in np.unique(np.stack([rank[copies], stream[copies]]), axis=1).T.tolist():
+        mine, ours = (rows[(rank[rows] == r) & (stream[rows] == s)] for rows in (copies, calls))
+        ours, middle = ours[np.argsort(start[ours], kind="stable")], start[mine] + took[mine] // 2
+        before = np.searchsorted(start[ours], middle, "right")
+        last = ours[before[before > 0] - 1]
+        blocked = last[start[last] + took[last] >= middle[before > 0]]
+        waited[blocked] = took[blocked]
+    return waited
 
 
 def of_several_ranks(trace: Trace) -> bool:

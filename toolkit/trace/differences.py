@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import COPY_KINDS, KINDS
+from toolkit.trace.copies import host_waits_ns
 from toolkit.trace.events import Trace
 from toolkit.trace.waits import collectives_of, ranks_of
 
@@ -139,7 +140,7 @@ def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFact
     kernels = {trace.strings[c] if c >= 0 else "kernel": int(n) for c, n in zip(codes.tolist(), counts.tolist(), strict=True)}
     copies = {k: of(k) for k in _COPIES}
     return StepFacts(
-        name, steps.elapsed_ns(step), int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
+        name, steps.elapsed_ns(step), int(host_waits_ns(trace)[rows].sum()), Counter(kernels),
         len(of("launch")) if trace.is_kind("launch").any() else None,
         {k: len(found) for k, found in copies.items()}, {k: int(trace["bytes"][found].sum()) for k, found in copies.items()},
     )  # fmt: skip

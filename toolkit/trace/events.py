@@ -196,9 +196,9 @@ class Trace:
         Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
         there are no copies among them), `h2d_count` and `h2d_bytes`, the same for d2h and d2d, `kernels` (their number,
         including collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no
-        launches), `host_wait_us` (the time in µs for which the host was blocked in waits) and `clock` (whether that time was
-        measured or modelled). Traces with copies between GPUs also have `p2p_count` and `p2p_bytes`; those of several ranks
-        have these, `rank`, `collective_count` and `collective_bytes`.
+        launches), `host_wait_us` (the time in µs for which the host waited, including calls that copied to pageable memory) and
+        `clock` (whether that time was measured or modelled). Traces with copies between GPUs also have `p2p_count` and
+        `p2p_bytes`; those of several ranks have these, `rank`, `collective_count` and `collective_bytes`.
         """
         return copies_per_step(self)
 
