@@ -190,6 +190,7 @@ def test_an_unknown_grouping_names_those_there_are():
     [
         ("cell 7:3", "y = x.float() in cell 7 line 3"),
         ("cell 7:3 > model.py:41", "y = x.float() in cell 7 line 3, through model.py line 41"),
+        ("cell 8:2 > cell 7:3", "cell 8 line 2, through y = x.float() in cell 7 line 3"),
         ("other.py:9", "other.py line 9"),
         ("(unknown line)", "(unknown line)"),
     ],

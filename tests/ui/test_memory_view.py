@@ -112,6 +112,8 @@ def test_a_moment_lists_the_largest_and_sums_the_rest(many: MemoryView) -> None:
         assert len(found.rows) <= 20
     source = MemoryView(small().ledger).at(2).rows[0]
     assert (source.code, source.place) == ("x = f()", "cell 1 line 1")
+    through = MemoryView(Ledger(recording(("alloc", 1, 512), where="cell 2:3 > cell 1:1"))).at(0).rows[0]
+    assert (through.code, through.place) == ("", "cell 2 line 3, through x = f() in cell 1 line 1")
 
 
 def test_nothing_allocated() -> None:

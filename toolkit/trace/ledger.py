@@ -330,13 +330,16 @@ def line_of(where: str) -> str:
 
 
 def place_text(where: str, source: dict[str, str]) -> str:
-    """Return a place in words, with its source if known: "x.float() in cell 7 line 3, through model.py line 41"."""
+    """Return a place in words, with its source if known: "x.float() in cell 7 line 3, through model.py line 41".
+
+    The source of the inner line is only given if that of the outer one is unknown.
+    """
     outer, _, inner = where.partition(" > ")
-    code = source.get(outer) or (source.get(inner) if inner else None)
-    words = f"{code} in {_line_words(outer)}" if code else _line_words(outer)
-    return f"{words}, through {_line_words(inner)}" if inner else words
+    words = _line_words(outer, source)
+    return f"{words}, through {_line_words(inner, {} if outer in source else source)}" if inner else words
 
 
-def _line_words(place: str) -> str:
+def _line_words(place: str, source: dict[str, str]) -> str:
     file, colon, line = place.rpartition(":")
-    return f"{file} line {line}" if colon and line.isdigit() else place
+    words = f"{file} line {line}" if colon and line.isdigit() else place
+    return f"{source[place]} in {words}" if source.get(place) else words

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from toolkit.core.errors import unknown_name
 from toolkit.trace.columns import CLOCKS
-from toolkit.trace.ledger import BY, NOWHERE, OTHER_KIND, UNOWNED, Ledger, place_text
+from toolkit.trace.ledger import BY, NOWHERE, OTHER_KIND, UNOWNED, Ledger, line_of, place_text
 
 Ints = NDArray[np.int64]
 AXES = ("events", "time")
@@ -74,7 +74,7 @@ class Holding:
     kind: str
     words: str
     code: str  # source of the line, "" if unknown
-    place: str  # "cell 7 line 3"
+    place: str  # "cell 7 line 3", with the source of the line that it went through if only that one is known
 
 
 @dataclass(frozen=True)
@@ -359,12 +359,12 @@ class MemoryView:
             missing if trace[column][row] < 0 else trace.strings[int(trace[column][row])]
             for column, missing in (("owner", UNOWNED), ("name", OTHER_KIND), ("where", NOWHERE))
         )
-        outer, _, inner = where.partition(" > ")
         owner = self._variables.get(owner, owner) if blocks > 1 else owner
-        code = self.source.get(outer) or self.source.get(inner) or ""
+        code = self.source.get(line_of(where), "")
         if where == NOWHERE and row < int(trace.meta.get("opening", 0)):
             where = "before the recording"
-        return Holding(size, blocks, owner, kind, place_text(where, self.source), code, place_text(where, {}))
+        place = place_text(where, {} if code else self.source)
+        return Holding(size, blocks, owner, kind, place_text(where, self.source), code, place)
 
 
 def _known(axis: str) -> str:
