@@ -1,7 +1,9 @@
 """Whose code a line is: the user's own, or an installed package's."""
 
+import linecache
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,3 +71,29 @@ def test_memory_of_a_script_with_a_main_function_has_useful_lines(tmp_path):
 @pytest.mark.parametrize("line", ["\N{SUPERSCRIPT TWO}", "9" * 5000, "-1", ""])
 def test_a_place_without_a_line_has_no_source(line):
     assert callers.source_line(f"{__file__}:{line}") is None
+
+
+@pytest.mark.parametrize("counts_before", [True, False], ids=["newer IPython", "older IPython"])
+@pytest.mark.parametrize("latest", [2, 3, 4])
+def test_code_that_a_magic_ran_is_of_the_cell_of_the_magic(monkeypatch, counts_before, latest):
+    """Newer versions of IPython count a cell before they run it, and give such code the number of the next cell."""
+    magic = "get_ipython().run_cell_magic('memory', '', 'a\\nb\\n')"
+    cells = ["", "x = 1", magic, "y = 2", "z = 3"][: latest + 1]
+    files = {f"<ipython-input-{i}>": (i, text) for i, text in enumerate(cells) if i}
+    files["<ipython-input-inner>"] = (2 + counts_before, "a\nb")
+    for name, (_, text) in files.items():
+        lines = [f"{line}\n" for line in text.split("\n")]
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, lines, name))
+    shell = SimpleNamespace(
+        compile=SimpleNamespace(_filename_map={name: number for name, (number, _) in files.items()}),
+        history_manager=SimpleNamespace(input_hist_parsed=cells), execution_count=latest + counts_before,
+    )  # fmt: skip
+    monkeypatch.setattr(callers, "ipython_shell", lambda: shell)
+    callers._is_text_of.cache_clear()
+    assert callers.short_path("<ipython-input-inner>") == "cell 2"
+    for number in range(1, latest + 1):
+        assert callers.short_path(f"<ipython-input-{number}>") == f"cell {number}"
+    assert [callers.source_line(f"cell 2:{line}") for line in (1, 2, 3)] == ["a", "b", None]
+    assert [callers.source_line(f"cell {i}:1") for i in range(3, latest + 1)] == cells[3:]
+    del shell.compile._filename_map["<ipython-input-inner>"]  # as if the same code had run again in another cell
+    assert callers.source_line("cell 2:1") is None

@@ -13,6 +13,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import toolkit
+from toolkit.core.callers import current_cell
 from toolkit.vram import owners
 from toolkit.vram.sessions import Session, saved_sessions
 
@@ -270,6 +271,26 @@ def test_what_if_of_the_whole_session(shell, run):
     assert "rtx-5090" in said
     assert "True" in said
     assert "120 MiB" in said
+
+
+@pytest.mark.parametrize("magic", ["%%memory", "%%capture"])
+def test_lines_of_an_earlier_cell_with_a_magic_have_their_source(run, magic):
+    run("def t(n): return torch.ones(n << 18, device=d)")
+    run(f"{magic}\nx = t(40)\ny = t(2).double()\ndef later(): return t(5)")
+    run("z = t(3)")
+    run("kept = later()")
+    cell = current_cell() - 3  # the first one
+    full = "try:\n    with tk.budget('60 MiB'): t(30)\nexcept torch.OutOfMemoryError as error: print(*error.__notes__)"
+    said = run(full)
+    for line in (
+        f"40.0 MiB: x = t(40) in cell {cell + 1} line 1, through cell {cell} line 1, held by `x`",
+        f"4.00 MiB: y = t(2).double() in cell {cell + 1} line 2, held by `y`",
+        f"3.00 MiB: z = t(3) in cell {cell + 2} line 1, through cell {cell} line 1, held by `z`",
+        f"5.00 MiB: kept = later() in cell {cell + 3} line 1, through cell {cell} line 1, held by `kept`",
+        f"without the copy in another dtype by y = t(2).double() in cell {cell + 1} line 2: saves 4.00 MiB",
+    ):
+        assert line in said
+    assert "run_cell_magic" not in said
 
 
 SCRIPT = """

@@ -197,18 +197,39 @@ def _short_file(filename: str) -> str:
 
 def cell_name(filename: str) -> str:
     """Return "cell 7" for the source file that IPython made for a notebook cell, else the file's name."""
-    compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
-    number = compiled.get(filename)
-    if number is None:
-        return os.path.basename(filename)
-    return f"cell {min(number, max(current_cell(), 1))}"  # IPython gives code that a magic runs the number of the next cell
+    number = _cell_files().get(filename)
+    return os.path.basename(filename) if number is None else f"cell {_cell_of(filename, number)}"
+
+
+def _cell_of(filename: str, number: int) -> int:
+    """Return the cell that ran a file, to which IPython gave `number`: that of its cell, or of the next cell.
+
+    The latter is that of code that a magic runs, if IPython counts a cell before it runs it, as newer versions do.
+    """
+    inputs = _inputs()
+    latest = max(len(inputs) - 1, 1)
+    if number >= len(inputs) or _is_text_of(filename, inputs[number]):
+        return min(number, latest)
+    counts_before = getattr(ipython_shell(), "execution_count", 0) > latest
+    return max(number - 1, 1) if counts_before else number
+
+
+@lru_cache(maxsize=4096)
+def _is_text_of(filename: str, cell: str) -> bool:
+    """Return whether a file has the text of a cell, and not of code that a magic runs. It has if either text is gone."""
+    text = "".join(linecache.getlines(filename)).rstrip("\n")
+    return not text or not cell or text == "\n".join(cell.splitlines()).rstrip("\n")
 
 
 def file_of(short: str) -> str:
-    """Return the file of the latest source of a cell, given as "cell 7". Other short paths are returned unchanged."""
+    """Return the file with the source of a cell, given as "cell 7". Other short paths are returned unchanged.
+
+    If magics of the cell ran other code, it is the file of the innermost: what they ran has the lines.
+    """
     if short.startswith("cell "):
-        compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
-        return next((name for name in reversed(compiled) if cell_name(name) == short), short)
+        files = _cell_files()
+        names = [name for name in reversed(files) if cell_name(name) == short]
+        return max(names, key=lambda name: files[name], default=short)
     return short
 
 
@@ -217,13 +238,25 @@ def source_line(place: str) -> str | None:
     file, _, line = place.rpartition(":")
     if not file or not line.isdecimal() or len(line) > 9:
         return None
-    return linecache.getline(file_of(file), int(line)).strip() or None
+    text = linecache.getline(file_of(file), int(line)).strip()
+    return None if text.startswith("get_ipython().run_cell_magic(") else text or None  # that is the whole cell, not a line
 
 
 def current_cell() -> int:
     """Return the number of the notebook cell that is running, or -1 outside of IPython. Never imports IPython."""
-    history = getattr(ipython_shell(), "history_manager", None)  # from IPython 9 on, `execution_count` is that of the next cell
-    return len(history.input_hist_parsed) - 1 or -1 if history is not None else -1
+    return len(_inputs()) - 1 or -1  # `execution_count` is that of the next cell in newer versions
+
+
+def _inputs() -> list[str]:
+    """Return the text of each cell that has run, as Python. The first cell is at 1. Empty outside of IPython."""
+    found: list[str] = getattr(getattr(ipython_shell(), "history_manager", None), "input_hist_parsed", [])
+    return found
+
+
+def _cell_files() -> dict[str, int]:
+    """Return the files that IPython made for the code that it ran, with their numbers."""
+    found: dict[str, int] = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
+    return found
 
 
 def ipython_shell() -> Any | None:
