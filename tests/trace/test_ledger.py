@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.core.errors import UnknownNameError
 from toolkit.trace.events import Trace, TraceBuilder
-from toolkit.trace.ledger import UNOWNED, Ledger, place_text
+from toolkit.trace.ledger import UNOWNED, Ledger, devices_of, fullest, place_text
 
 
 def random_trace(seed: int, events: int = 400, opening: int = 20) -> Trace:
@@ -207,3 +207,14 @@ def test_of_several_devices_it_is_about_the_one_that_was_used():
     assert Ledger(builder.build(columns)).peak_bytes == 1 << 20
     assert Ledger(builder.build({**columns, "device_index": 0})).peak_bytes == 512
     assert Ledger(builder.build(columns), device=0).peak_bytes == 512
+
+
+def test_the_rank_that_is_shown_used_the_device():
+    builder = TraceBuilder()
+    for rank in range(3):
+        builder.add("alloc", 0, bytes=512 << rank, address=0, device=min(rank, 1), rank=rank)
+    trace = builder.build({})
+    assert devices_of(trace) == [0, 1]
+    assert [Ledger(trace, device).peak_bytes for device in (None, 0, 1)] == [2048, 512, 2048]
+    assert fullest(trace) == 1
+    assert fullest(trace.of_rank(0)) is None

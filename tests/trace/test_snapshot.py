@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import toolkit as tk
 from tests.host_memory import HostPeak
@@ -198,6 +199,32 @@ def test_devices_streams_and_times(tmp_path):
     assert trace["device"].tolist() == [1, 0, 0]
     assert trace["start_ns"].tolist() == [0, 500_000, 500_000]  # setting the clock back must not reorder the events of a device
     assert trace["stream"].tolist() == [0, 1, 0]
+
+
+def test_of_several_gpus_the_fullest_or_the_chosen_one_is_shown(tmp_path):
+    """What a GPU held before the history began counts, too."""
+    value = snap(
+        [
+            segment(BASE, 6000 * MiB, (6000 * MiB, 6000 * MiB, "active_allocated")),
+            segment(BASE, 64 * MiB, (10 * MiB, 10 * MiB, "active_allocated"), (54 * MiB, 0, "inactive"), device=1),
+        ],
+        [], [entry("alloc", BASE, 10 * MiB)],
+    )  # fmt: skip
+    path = tmp_path / "a.pickle"
+    path.write_bytes(pickle.dumps(value))
+    use = tk.open_memory(path)
+    assert use.peak_bytes == 6000 * MiB
+    assert use.line() == 'peak 5.86 GiB, kept 0 B (unknown device, GPU 0, one of 2: device="cuda:1" shows another)'
+    for device in (1, "cuda:1", torch.device("cuda", 1)):
+        use = tk.open_memory(path, device=device)
+        assert use.kept_bytes == use.peak_bytes == 10 * MiB
+        assert "GPU 1, one of 2" in repr(use)
+        assert use.what_if(["rtx-4090"])["fits"].all()
+    for device in (2, -1, True, "cuda", "virtual:h200", "cuda:1\n"):
+        with pytest.raises(TraceError, match=r'the file has memory of GPU 0 and GPU 1\. Give an index, or a name: "cuda:1"'):
+            tk.open_memory(path, device=device)
+    path.write_bytes(pickle.dumps(snap(value["segments"][:1])))
+    assert tk.open_memory(path, device=0).line() == "peak 5.86 GiB, kept 0 B (unknown device)"
 
 
 def test_bytes_that_history_and_blocks_disagree_about_are_said(tmp_path):

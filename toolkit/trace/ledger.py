@@ -49,7 +49,8 @@ class Blocks:
 class Ledger:
     """The memory of one device over a trace. The default `device` is that of the trace, or the one that allocated the most.
 
-    Of a trace of several ranks, it is the memory of the rank that allocated the most, and `trace` is the trace of that rank.
+    Of a trace of several ranks, it is the memory of the rank that allocated the most (on `device`), and `trace` is the trace of
+    that rank.
 
     Bytes include the allocator's rounding, as in `torch.cuda.memory_allocated`. `baseline_bytes` is the memory allocated
     when the recording began, `end_bytes` when it ended, and `peak_bytes` the maximum in between.
@@ -57,7 +58,7 @@ class Ledger:
 
     def __init__(self, trace: Trace, device: int | None = None) -> None:
         if len(ranks_of(trace)) > 1:
-            trace = trace.of_rank(_busiest_rank(trace))
+            trace = trace.of_rank(_busiest_rank(trace, device))
         self.trace = trace
         memory = trace.is_kind("alloc", "free")
         if device is None:
@@ -303,10 +304,26 @@ class Ledger:
         return f"Ledger(peak {peak}, baseline {bytes_text(self.baseline_bytes)}, kept {kept}, {len(self.rows):,} events)"
 
 
-def _busiest_rank(trace: Trace) -> int:
-    """Return the rank that allocated the most bytes, or the first one of the trace."""
+def devices_of(trace: Trace) -> list[int]:
+    """Return the devices whose memory is in a trace."""
+    devices = trace["device"][trace.is_kind("alloc", "free", "segment_alloc", "segment_free")]
+    return np.flatnonzero(np.bincount(devices[devices >= 0])).tolist()
+
+
+def fullest(trace: Trace) -> int | None:
+    """Return the device with the highest peak, or None if the trace has no memory of several devices."""
+    devices = devices_of(trace)
+    if len(devices) < 2:
+        return None
+    ledgers = [Ledger(trace, device) for device in devices]
+    return max(ledgers, key=lambda ledger: (ledger.peak_bytes, ledger.peak_reserved_bytes)).device
+
+
+def _busiest_rank(trace: Trace, device: int | None) -> int:
+    """Return the rank that allocated the most bytes (on `device`), or the first one of the trace."""
     ranks, which = np.unique(trace["rank"], return_inverse=True)
-    allocated = np.where(trace.is_kind("alloc"), trace["bytes"], 0)
+    counted = trace.is_kind("alloc") & (True if device is None else trace["device"] == device)
+    allocated = np.where(counted, trace["bytes"], 0)
     return int(ranks[np.bincount(which, allocated).argmax()])
 
 

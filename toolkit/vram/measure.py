@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -30,7 +31,7 @@ from toolkit.gpu.allocation_log import log
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.trace.events import Trace, TraceBuilder
-from toolkit.trace.ledger import Ledger
+from toolkit.trace.ledger import Ledger, devices_of, fullest
 from toolkit.vram import hidden, owners
 from toolkit.vram.advice import Shortage, explain
 from toolkit.vram.attribution import with_owners
@@ -63,8 +64,8 @@ class MemoryUse:
     RecorderError, except for those of the host: `host_peak_bytes` and `host_tensor_bytes`.
     """
 
-    def __init__(self, trace: Trace | None = None) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace | None = None, gpu: int | None = None) -> None:
+        self._trace, self._gpu = trace, gpu
         self.host: host_memory.HostScope | None = None
         self.shortage: Shortage | None = None  # the explanation of an out-of-memory error
 
@@ -77,7 +78,7 @@ class MemoryUse:
 
     @cached_property
     def ledger(self) -> Ledger:
-        return Ledger(self.trace)
+        return Ledger(self.trace, self._gpu)
 
     @property
     def _counted(self) -> Ledger:
@@ -164,12 +165,21 @@ class MemoryUse:
             parts.append("without what was allocated before the recording")
         if self.trace.meta.get("problem"):
             parts.append(f"owners not found: {self.trace.meta['problem']}")
-        return f"{', '.join(parts)} ({self.device}{self._took()})"
+        return f"{', '.join(parts)} ({self.device}{self._which()}{self._took()})"
 
     @property
     def _partial(self) -> bool:
         """Whether this is the trace of a recording, which doesn't say what was allocated before."""
         return not _MEASURED & self.trace.meta.keys()
+
+    def _which(self) -> str:
+        """Return which GPU this is, if there is memory of several, and how to see another, unless this one was asked for."""
+        there, shown = devices_of(self.trace), self.ledger.device
+        if len(there) < 2:
+            return ""
+        other = next(device for device in there if device != shown)
+        asked = self.ledger.trace.meta.get("device_index") is not None
+        return f", GPU {shown}" + ("" if asked else f', one of {len(there)}: device="cuda:{other}" shows another')
 
     def _took(self) -> str:
         """Return the wall time of the block, on a virtual GPU too, or nothing for a snapshot, which doesn't say it."""
@@ -386,11 +396,14 @@ def _decorated(function: F, device: Device | str | None = None, lines: bool = Tr
     return wrapper  # type: ignore[return-value]
 
 
-def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
+def open_memory(path: str | os.PathLike[str], *, device: int | str | torch.device | None = None) -> MemoryUse:
     """Open a measurement that `MemoryUse.save` wrote, a PyTorch memory snapshot, or another trace that has allocations.
 
+    `device` is the GPU to show if the file has several: its index, or a name such as "cuda:1". By default it is the measured
+    one, or else the one with the highest peak, which includes memory that was allocated before the history of a snapshot began.
+
     Traces of recordings, such as those of saved runs, don't say what was allocated before, and their peak is without it.
-    Nothing in the file is executed. Raises TraceError if the file is none of them.
+    Nothing in the file is executed. Raises TraceError if the file is none of them, or has no memory of `device`.
     """
     from toolkit.trace.opening import open_trace
 
@@ -398,7 +411,18 @@ def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
     if not _MEASURED & trace.meta.keys() and not trace.is_kind("alloc", "free").any():
         found = "it is a trace without allocations"
         raise TraceError(f"opening the measurement {brief(path)}", found, "Use tk.open_trace, or give a file of m.save")
-    return MemoryUse(trace)
+    if device is not None:
+        return MemoryUse(trace, _gpu_in(trace, device, path))
+    return MemoryUse(trace, None if "elapsed_s" in trace.meta else fullest(trace))
+
+
+def _gpu_in(trace: Trace, device: object, path: object) -> int:
+    """Return the index of a GPU whose memory is in the trace of a file."""
+    match, there = re.fullmatch(r"(cuda:)?([0-9]{1,5})", str(device)), devices_of(trace)
+    if match is None or int(match[2]) not in there:
+        found = f"the file has memory of {' and '.join(f'GPU {index}' for index in there) or 'no GPU'}"
+        raise TraceError(f"the memory of the GPU {brief(device)} in {brief(path)}", found, 'Give an index, or a name: "cuda:1"')
+    return int(match[2])
 
 
 # ---- owners
