@@ -54,6 +54,12 @@ def test_what_is_not_a_regular_file_is_neither_replaced_nor_read(not_a_file: Pat
     assert os.path.samestat(before, os.lstat(not_a_file))
 
 
+def test_a_value_that_is_no_path_is_named() -> None:
+    for value, kind in ((3, "an int"), (b"bytes", "a bytes"), (None, "a NoneType"), (object(), "an object")):
+        with pytest.raises(TraceError, match=f"it is {kind}, not a path"):
+            tk.open_memory(value)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("path", BAD_PATHS, ids=ascii)
 def test_paths_that_name_no_file(path: Any) -> None:
     with pytest.raises(ToolkitError):

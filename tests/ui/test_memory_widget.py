@@ -117,7 +117,7 @@ def test_a_measurement_shows_itself() -> None:
 
 
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match="a int"):
+    with pytest.raises(ToolkitError, match="an int"):
         MemoryTimeline(3)  # type: ignore[arg-type]
     with pytest.raises(RecorderError):
         MemoryTimeline(MemoryUse())

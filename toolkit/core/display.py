@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, kind_of
 
 _renderers: dict[tuple[str, str], str] = {}  # (type, view) -> "module:function"
 
@@ -35,7 +35,7 @@ def render(view: str, shown: Any, *arguments: Any, **options: Any) -> Any:
             module, _, function = renderer.partition(":")
             found = import_ui(module, f"the {view} of a {kind.__name__}")
             return getattr(found, function)(shown, *arguments, **options)
-    raise LookupError(f"no renderer is registered for the view {view!r} of a {type(shown).__name__}")
+    raise LookupError(f"no renderer is registered for the view {view!r} of {kind_of(shown)}")
 
 
 def import_ui(module: str, asked: str) -> Any:

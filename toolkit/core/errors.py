@@ -83,6 +83,12 @@ class UnknownNameError(ToolkitError):
     """A name (of a device, strategy, model or option) is unknown; the message suggests the nearest known one."""
 
 
+def kind_of(value: object) -> str:
+    """Return the type of a value with its article, for a message: "an int" or "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'aeioAEIO' else 'a'} {name}"  # U is mostly spoken as in "a UserDict"
+
+
 def brief(value: object, most: int = 80) -> str:
     """Return the first `most` characters of `repr(value)`, for a message. Large numbers, which Python may refuse to write in
     decimal digits, are written in hexadecimal ones.

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, kind_of
 
 try:
     import fcntl
@@ -54,7 +54,7 @@ def check_path(path: str | os.PathLike[str], asked: str, error: type[ToolkitErro
     except TypeError:
         text = None  # type: ignore[assignment]
     if not isinstance(text, str):
-        raise error(asked, f"it is a {type(path).__name__}, not a path", "Give a str or a pathlib.Path")
+        raise error(asked, f"it is {kind_of(path)}, not a path", "Give a str or a pathlib.Path")
     if not text:
         raise error(asked, "the path is empty", "Give the path of a file or a folder")
     if "\0" in text:

@@ -24,7 +24,7 @@ import torch
 
 from toolkit.core.display import render
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
+from toolkit.core.errors import DeviceError, ModelError, PackageError, brief, kind_of
 from toolkit.core.files import check_path, shown, writing
 from toolkit.core.numbers import integer
 from toolkit.core.units import bytes_text, parse_bytes
@@ -385,7 +385,7 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
     """Return the device of this machine that the export uses, and the GPU to compile for (None for the CPU)."""
     if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
         raise ModelError(
-            f"exporting a {type(model).__name__}", "not a model", "Give a model that tk.load returned, or its name or path"
+            f"exporting {kind_of(model)}", "not a model", "Give a model that tk.load returned, or its name or path"
         )
     shard: Shard = getattr(model, "shard", WHOLE)
     if shard != WHOLE:

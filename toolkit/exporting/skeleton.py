@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.core.errors import ModelError, ToolkitError, kind_of
 from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
@@ -28,7 +28,7 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
     names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
     if not names:
         found = "it isn't one of the toolkit's own models"
-        raise ModelError(f"exporting a {type(model).__name__}", found, 'Load it with tk.load and engine="toolkit"')
+        raise ModelError(f"exporting {kind_of(model)}", found, 'Load it with tk.load and engine="toolkit"')
     joined = any(len(group) > 1 for module in model.modules() if isinstance(module, Joined) for group in module.groups)
     return {
         "architecture": names[0],

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.core.distributed import WHOLE, Shard, check_same, local_rank
-from toolkit.core.errors import FormatError, ModelError, ToolkitError
+from toolkit.core.errors import FormatError, ModelError, ToolkitError, kind_of
 from toolkit.core.files import at_home
 from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
@@ -132,7 +132,7 @@ def _division(transformers: Any, folder: Path, device: Device, shard: Shard) -> 
 
 def _check_division(inner: Any, shard: Shard) -> None:
     """Raise ModelError if transformers has divided nothing, or has divided it so that it can't run."""
-    asked, config = f"a {type(inner).__name__} over {shard.ranks} ranks", inner.config.get_text_config(decoder=True)
+    asked, config = f"{kind_of(inner)} over {shard.ranks} ranks", inner.config.get_text_config(decoder=True)
     if not any(_mine(parameter) is not parameter for parameter in inner.parameters()):
         raise ModelError(asked, "transformers has no plan to divide it", "Load it on one GPU: leave out tensor_parallel")
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -194,7 +194,7 @@ def _folder_of(model: nn.Module) -> Path | None:
 
 def _check(inner: nn.Module) -> None:
     """Raise ModelError for models that no decode loop can run."""
-    asked = f"wrapping a {type(inner).__name__}"
+    asked = f"wrapping {kind_of(inner)}"
     config, generate = getattr(inner, "config", None), getattr(inner, "generate", None)
     if config is None or not callable(generate) or getattr(config, "is_encoder_decoder", False):
         do = "Pass a model that AutoModelForCausalLM.from_pretrained returns"

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard, check_same, join
-from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, unknown_name
+from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, kind_of, unknown_name
 from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
@@ -111,7 +111,7 @@ def load(
         raise unknown_name("engine", engine, ENGINES)
     if not isinstance(path, str | os.PathLike | nn.Module):
         raise ToolkitError(
-            f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
+            f"model {brief(path)}", f"{kind_of(path)}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
         )
     if engine == "hf" or isinstance(path, nn.Module):
         chosen = _option_of_wrapped(dtype, engine, scheme, tensor_parallel, path)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.core.errors import ModelError, unknown_name
+from toolkit.core.errors import ModelError, kind_of, unknown_name
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import count_text, dtype_name
 from toolkit.gpu.virtual.device import VirtualGpu
@@ -109,7 +109,7 @@ def _plan(model: CausalLM, chosen: Recipe) -> dict[str, Matrix]:
     if not any(matrix.scheme for matrix in found.values()):
         asked = f"quantizing to {chosen.name}"
         if not found:
-            why = f"a {type(model).__name__} has none of the toolkit's layers"
+            why = f"{kind_of(model)} has none of the toolkit's layers"
             raise ModelError(asked, why, "Give a model that tk.load returned in this process")
         reasons = "; ".join(sorted({matrix.why for matrix in found.values()}))[:160]
         raise ModelError(asked, f"there is nothing to quantize: {reasons}", "Choose another scheme")

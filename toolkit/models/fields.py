@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, kind_of
 from toolkit.core.numbers import real
 
 _REQUIRED = object()
@@ -21,7 +21,7 @@ class Fields:
 
     def __init__(self, source: str, values: Mapping[str, Any], prefix: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise ModelError(f"reading {source}", f"it is a {type(values).__name__}", "Give a mapping of field names to values")
+            raise ModelError(f"reading {source}", f"it is {kind_of(values)}", "Give a mapping of field names to values")
         self.source, self.values, self.prefix = source, values, prefix
 
     def size(self, name: str, default: Any = _REQUIRED, null: Any = None, most: int = 1 << 31) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from toolkit import ops
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import DeviceError, ModelError
+from toolkit.core.errors import DeviceError, ModelError, kind_of
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
 from toolkit.models.cuts import parts_of, spread
@@ -65,7 +65,7 @@ class InputEmbedding(Protocol):
 def check_model(model: object) -> None:
     """Raise ModelError unless `model` has the methods of a `Model`."""
     if not callable(getattr(model, "new_cache", None)):
-        raise ModelError("a model", f"a {type(model).__name__}", "Give one that tk.load or tk.load_exported returned")
+        raise ModelError("a model", kind_of(model), "Give one that tk.load or tk.load_exported returned")
 
 
 class Model(Protocol):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.core.errors import ModelError, brief
+from toolkit.core.errors import ModelError, brief, kind_of
 from toolkit.core.numbers import LARGEST, integer
 from toolkit.core.units import dtype_name
 from toolkit.gpu.catalogue import GpuSpec, find_specs
@@ -250,7 +250,7 @@ def costs_of(model: Model | nn.Module, context: int | None = None, name: str | N
     """
     module = model if isinstance(model, nn.Module) else getattr(model, "inner", None)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"costs of a {type(model).__name__}", "not a model", "Pass a loaded model, a name or a path")
+        raise ModelError(f"costs of {kind_of(model)}", "not a model", "Pass a loaded model, a name or a path")
     longest = _longest(model)
     if context is None:
         context = min(CONTEXT, longest or CONTEXT)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import ToolkitError, brief
+from toolkit.core.errors import ToolkitError, brief, kind_of
 from toolkit.core.numbers import integer
 from toolkit.core.units import parse_bytes
 from toolkit.decode.prefix import check_chunk
@@ -59,7 +59,7 @@ def costs(
     if isinstance(model, str | os.PathLike):
         return costs_of(describe(model, scheme, dtype), context, _name(model, scheme))
     if scheme is not None or dtype is not None:
-        asked = f"costs of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
+        asked = f"costs of {kind_of(model)} with scheme={scheme!r}, dtype={dtype!r}"
         raise ToolkitError(asked, "the model is already loaded", "Leave out scheme and dtype, or pass the name")
     return costs_of(model, context)
 
@@ -104,11 +104,9 @@ def plan(
         shapes, own = describe_parts(model, scheme, dtype, tensor_parallel), _name(model, scheme)
     elif not isinstance(model, CausalLM) and not hasattr(model, "package"):
         do = 'Pass a name, a path, or a model of tk.load or tk.load_exported that is not loaded with engine="hf"'
-        raise ToolkitError("a plan", f"a {type(model).__name__} is not a model of the toolkit", do)
+        raise ToolkitError("a plan", f"{kind_of(model)} is not a model of the toolkit", do)
     elif scheme is not None or dtype is not None or tensor_parallel != 1:
-        asked = (
-            f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}, tensor_parallel={tensor_parallel!r}"
-        )
+        asked = f"a plan of {kind_of(model)} with scheme={scheme!r}, dtype={dtype!r}, tensor_parallel={tensor_parallel!r}"
         raise ToolkitError(asked, "the model is already loaded", "Leave out these options, or pass the name")
     elif package := getattr(model, "package", None):
         shapes, own = [model], package.name

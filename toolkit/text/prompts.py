@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.core.errors import ModelError, brief
+from toolkit.core.errors import ModelError, brief, kind_of
 from toolkit.core.numbers import integer
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
             raise ModelError("a prompt", f"a tensor {kind}", "Give an ordinary tensor [T] or [1, T]")
         ids = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
     if not isinstance(ids, list | tuple):
-        raise ModelError(
-            "a prompt", f"a {type(prompt).__name__}", "Give a text, a list of token ids, or a tensor [T] or [1, T]"
-        )
+        raise ModelError("a prompt", kind_of(prompt), "Give a text, a list of token ids, or a tensor [T] or [1, T]")
     if ids and all(isinstance(row, list | tuple) for row in ids):
         if len(ids) > 1:
             raise ModelError("a prompt", f"a batch of {len(ids)} sequences", "Batches aren't supported: one sequence at a time")

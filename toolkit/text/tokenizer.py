@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.core.errors import FormatError, ModelError, ToolkitError, brief
+from toolkit.core.errors import FormatError, ModelError, ToolkitError, brief, kind_of
 from toolkit.core.files import read_regular
 from toolkit.core.numbers import integer
 from toolkit.text import chat_templates as chat
@@ -60,7 +60,7 @@ class Tokenizer:
         as a chat prompt, does not get them twice. Raises ModelError if `text` is not a str or not valid Unicode.
         """
         if not isinstance(text, str):
-            raise ModelError(f"token ids of a {type(text).__name__}", "this is not a string", "Pass a str")
+            raise ModelError(f"token ids of {kind_of(text)}", "this is not a string", "Pass a str")
         try:
             text.encode()
         except UnicodeEncodeError as error:

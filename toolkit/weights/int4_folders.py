@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.core.errors import FormatError
+from toolkit.core.errors import FormatError, kind_of
 from toolkit.weights.safetensors_files import open_safetensors, read_json
 from toolkit.weights.stored import Stored, Weights
 
@@ -304,7 +304,7 @@ def _options(folder: Path, config: Mapping[str, Any], weights: Weights) -> dict[
             options = holder.get(field)
             if options is not None:
                 if not isinstance(options, Mapping):
-                    found = f"its {field} is a {type(options).__name__}, not an object"
+                    found = f"its {field} is {kind_of(options)}, not an object"
                     raise FormatError(f"config of {folder}", found, "Get it from the checkpoint's source again")
                 unnamed = "bitsandbytes" if "load_in_4bit" in options or "load_in_8bit" in options else "an unnamed method"
                 method = "compressed-tensors" if field == "compression_config" else unnamed

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.errors import TraceError
+from toolkit.core.errors import TraceError, kind_of
 from toolkit.core.files import open_regular
 from toolkit.trace.arrays import CHECKPOINT, OPENED
 from toolkit.trace.assemble import from_columns
@@ -59,8 +59,7 @@ def _what(value: Any) -> str:
     if isinstance(value, dict):
         keys = ", ".join(repr(key)[:40] for key in list(value)[:4])
         return f"a dict with {keys or 'no keys'}, without 'segments'"
-    names = {list: "a list", Shared: "a list", str: "a string", int: "an int"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    return "a list" if isinstance(value, Shared) else kind_of(value)
 
 
 # ---- segments and blocks

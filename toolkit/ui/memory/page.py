@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, kind_of
 from toolkit.core.files import replace_text
 from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.memory import picture as memory_picture
@@ -75,7 +75,7 @@ def write_memory_page(
 
 def _numbered(use: Any, number: int) -> _Numbered:
     if not hasattr(use, "ledger"):
-        raise ToolkitError("a page of memory", f"a {type(use).__name__}", "Give it the result of tk.memory()")
+        raise ToolkitError("a page of memory", kind_of(use), "Give it the result of tk.memory()")
     return _Numbered(number, "", "error" if use.trace.meta.get("failed") else "ok", use)
 
 

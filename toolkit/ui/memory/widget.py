@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, kind_of
 from toolkit.ui.assets import script_of, text_of
 from toolkit.ui.canvas import CanvasWidget
 from toolkit.ui.memory import picture as memory_picture
@@ -26,7 +26,7 @@ class MemoryTimeline(CanvasWidget):
 
     def __init__(self, use: MemoryUse, by: str | None = None) -> None:
         if not isinstance(use, MemoryUse):
-            raise ToolkitError("a picture of memory", f"a {type(use).__name__}", "Give it the result of tk.memory()")
+            raise ToolkitError("a picture of memory", kind_of(use), "Give it the result of tk.memory()")
         self.use = use
         first = memory_picture.view_of(use, by)
         self._views: dict[str, MemoryView] = {first.by: first}

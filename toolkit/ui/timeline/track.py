@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.core.errors import ToolkitError, TraceError
+from toolkit.core.errors import ToolkitError, TraceError, kind_of
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import HOST_KINDS, LANES
 from toolkit.trace.differences import steps_of
@@ -24,7 +24,7 @@ def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
     """Return (title, trace) of a Trace or a Run. The title of a Run is its strategy. Raises ToolkitError for other types."""
     trace = getattr(thing, "trace", thing)
     if not isinstance(trace, Trace):
-        raise ToolkitError("a timeline", f"a {type(thing).__name__}", "Give it a Trace or the result of tk.generate")
+        raise ToolkitError("a timeline", kind_of(thing), "Give it a Trace or the result of tk.generate")
     meta = trace.meta
     return title or str(getattr(thing, "strategy", None) or meta.get("title") or meta.get("strategy") or "recording"), trace
 
