@@ -1,6 +1,7 @@
 """Tests of `tk.memory` on the virtual GPU: exact peaks of nested, raising and async blocks, and the names of owners."""
 
 import asyncio
+import functools
 import gc
 import mmap
 from contextlib import suppress
@@ -312,6 +313,36 @@ def test_a_generator_is_refused_with_what_to_do(gpu):
 
     with pytest.raises(ToolkitError, match="around the loop that consumes them"):
         tk.memory(values)
+
+
+@pytest.mark.parametrize("decorate", [tk.memory, tk.memory("cpu")], ids=["plain", "with a device"])
+@pytest.mark.parametrize("kind", [property, classmethod, staticmethod, functools.cached_property])
+def test_what_is_no_function_is_refused_at_once(decorate, kind):
+    name = kind.__name__
+    with pytest.raises(ToolkitError, match=f"of a {name}: it is not a function. Put @tk.memory below @{name}$"):
+        decorate(kind(lambda *_: None))
+    for value, name in ((3, "an int"), (0.5, "a float"), ([], "a list")):
+        with pytest.raises(ToolkitError, match=f"{name}: it is neither a function nor a device"):
+            decorate(value)
+
+
+def test_methods_are_measured_below_other_decorators(gpu, capsys):
+    class Model:
+        @classmethod
+        @tk.memory
+        def make(cls):
+            return ones(1)
+
+        @property
+        @tk.memory
+        def size(self):
+            return ones(2).shape
+
+    Model.make()
+    assert len(Model().size) == 1
+    said = capsys.readouterr().out
+    assert "Model.make: peak" in said
+    assert "Model.size: peak" in said
 
 
 def test_on_the_cpu_no_size_is_0_as_a_fact(gpu):

@@ -23,7 +23,7 @@ import torch
 
 from toolkit.core.callers import ipython_shell
 from toolkit.core.display import render
-from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief
+from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief, kind_of
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
@@ -237,7 +237,7 @@ class MemoryUse:
 class Scope:
     """A `with tk.memory()` block."""
 
-    def __init__(self, device: Device | str | None, *, lines: bool = True) -> None:
+    def __init__(self, device: Device | str | torch.device | None, *, lines: bool = True) -> None:
         self._device, self._lines = device, lines
         self.use = MemoryUse()
 
@@ -343,11 +343,11 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
     `lines=False` does not record the allocating lines. This avoids most of the overhead; bytes and steps stay exact. A
     decorated function prints one line per call and stores its last measurement as `function.memory`. See `MemoryUse`.
 
-    Raises ToolkitError if a generator function is decorated, and DeviceError if the device cannot be opened.
+    Raises ToolkitError if anything but a function is decorated, and DeviceError if the device cannot be opened.
     """
-    if callable(device) and not isinstance(device, Device):
-        return _decorated(device)
-    return _Both(device, lines=lines)
+    if device is None or isinstance(device, Device | str | torch.device):
+        return _Both(device, lines=lines)
+    return _decorated(device)
 
 
 class _Both(Scope):
@@ -365,7 +365,12 @@ class _Both(Scope):
         return _decorated(function, self._device, self._lines)
 
 
-def _decorated(function: F, device: Device | str | None = None, lines: bool = True) -> F:
+def _decorated(function: F, device: Device | str | torch.device | None = None, lines: bool = True) -> F:
+    if isinstance(function, staticmethod) or not callable(function):
+        found, do = "it is neither a function nor a device", 'Give a function, or a device such as "cuda:1"'
+        if hasattr(function, "__get__"):  # property, classmethod and the like
+            found, do = "it is not a function", f"Put @tk.memory below @{type(function).__name__}"
+        raise ToolkitError(f"measuring the memory of {kind_of(function)}", found, do)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         found = "its body runs only while its values are consumed"
         do = "Write `with tk.memory():` around the loop that consumes them"
