@@ -1,12 +1,22 @@
 """Whose code a line is: the user's own, or an installed package's."""
 
+import asyncio
+import copy
+import heapq
 import linecache
+import logging
 import subprocess
 import sys
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
 
+import toolkit as tk
 from toolkit.core import callers
 
 
@@ -18,13 +28,20 @@ def fresh():
 
 
 def test_packages_in_a_folder_of_their_own_are_not_the_users_code(tmp_path, monkeypatch, fresh):
-    """`pip install --target` puts packages into any folder, with the metadata that pip writes."""
+    """`pip install --target` puts packages into any folder, with the metadata that pip writes. Those that import torch may be
+    the cause of an operation.
+    """
     packages, project = tmp_path / "packages", tmp_path / "project"
     (packages / "some-1.0.dist-info").mkdir(parents=True)
+    project.mkdir()
     for folder in (packages, project):
         monkeypatch.syspath_prepend(folder)
+        (folder / "train.py").write_text("import torch\n")
+        (folder / "show.py").write_text("import sys  # not PyTorch\n")
     assert callers.is_installed(str(packages / "some" / "module.py"))
     assert not callers.is_installed(str(project / "train.py"))
+    files = [folder / name for folder in (packages, project) for name in ("train.py", "show.py")]
+    assert [callers.is_library(str(file)) for file in files] == [False, True, False, False]
 
 
 def test_lines_that_only_call(tmp_path):
@@ -97,3 +114,71 @@ def test_code_that_a_magic_ran_is_of_the_cell_of_the_magic(monkeypatch, counts_b
     assert [callers.source_line(f"cell {i}:1") for i in range(3, latest + 1)] == cells[3:]
     del shell.compile._filename_map["<ipython-input-inner>"]  # as if the same code had run again in another cell
     assert callers.source_line("cell 2:1") is None
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+
+
+def with_gradient(loss):
+    loss.grad = loss.detach()
+    return loss
+
+
+def in_a_pool(loss):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(loss.cpu).result()
+
+
+async def in_a_task(loss):
+    return await asyncio.to_thread(loss.cpu)
+
+
+AT_ONE_LINE = {
+    "logging": lambda loss: logging.getLogger("test").error("loss %s", loss),
+    "copy": lambda loss: copy.deepcopy(torch.nn.Parameter(loss)),
+    "averages": lambda loss: AveragedModel(torch.nn.Linear(2, 2).to(loss.device)),
+    "heapq": lambda loss: heapq.nlargest(1, [loss, loss + 1], key=float),
+    "methods of a dataclass": lambda loss: Result(loss) == Result(loss + 1),
+    "unittest": lambda loss: unittest.TestCase().assertEqual(loss, 1.0),  # noqa: PT009
+    "functions that a library wraps": lambda loss: torch.nn.utils.clip_grad_norm(with_gradient(loss), 1.0),
+    "code that a program writes": lambda loss: exec("float(loss)", {"loss": loss}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.clip_grad_norm`")
+@pytest.mark.parametrize("name", AT_ONE_LINE)
+def test_libraries_that_use_what_they_are_given_are_no_cause(name):
+    gpu = tk.device("virtual:h200")
+    loss = torch.ones(1, device=gpu.torch)
+    code = AT_ONE_LINE[name].__code__
+    with tk.record(gpu) as trace:
+        AT_ONE_LINE[name](loss)
+    assert set(trace.text("where")) - {None} == {f"{callers.short_path(code.co_filename)}:{code.co_firstlineno}"}
+
+
+def test_a_copy_in_a_worker_belongs_to_the_line_that_waits_for_it():
+    gpu = tk.device("virtual:h200")
+    loss = torch.ones(1, device=gpu.torch)
+    for work in (in_a_pool, lambda loss: asyncio.run(in_a_task(loss))):
+        with tk.record(gpu) as trace:
+            work(loss)
+        assert all("test_callers.py:" in where for where in trace.select(trace.is_kind("d2h")).text("where"))
+
+
+@pytest.mark.parametrize("name", ["/tmp/ipykernel_1/7.py", "<ipython-input-3-a>", "<stdin>", "<doctest readme[2]>", "/me/x.py"])
+def test_files_and_typed_in_code_are_the_users(name):
+    assert not callers.is_library(name)
+
+
+def test_a_program_on_the_command_line_is_the_users():
+    program = """
+import torch, toolkit as tk
+gpu = tk.device("virtual:h200")
+with tk.record(gpu) as trace:
+    print("%s" % torch.ones(1, device="vgpu"))
+print({*trace.select(trace.is_kind("d2h")).text("where")})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("{'<string>:5'}\n")

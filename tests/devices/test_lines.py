@@ -1,7 +1,9 @@
 """Tests of the line log against lines that record their own times."""
 
+import heapq
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter_ns
 
 import numpy as np
@@ -171,6 +173,29 @@ def test_libraries_are_no_cause():
     }
     assert not [text for text in texts if "torch" in text.rpartition(":")[0]]
     assert line
+
+
+def test_the_standard_library_is_no_cause():
+    log = LineLog()
+    log.start()
+    line = sys._getframe().f_lineno + 1
+    time = next(heapq.merge(iter(perf_counter_ns, 0)))
+    log.stop()
+    (text,) = log.where(np.array([threading.get_native_id()]), np.array([time]))
+    assert text.endswith(f"test_lines.py:{line}")
+
+
+def test_a_worker_that_runs_libraries_takes_the_line_that_waits_for_it():
+    """Its last line of the user's is over."""
+    log = LineLog()
+    with ThreadPoolExecutor(1) as pool:
+        log.start()
+        assert pool.submit(lambda: 1).result()
+        line = sys._getframe().f_lineno + 1
+        thread, time = pool.submit(threading.get_native_id).result(), pool.submit(perf_counter_ns).result()
+        log.stop()
+    (text,) = log.where(np.array([thread]), np.array([time]))
+    assert text.endswith(f"test_lines.py:{line}")
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="sys.monitoring has room for several tools")

@@ -34,6 +34,10 @@ def of(*frames, shorten=None):
             [("/usr/lib/python3.11/contextlib.py", 5), ("/home/me/a.py", 1), ("/usr/lib/python3.11/runpy.py", 8)],
             "/home/me/a.py:1",
         ),
+        (
+            [(PACKAGES + "typing_extensions.py", 9), ("/usr/lib/python3.11/logging/__init__.py", 5), ("/home/me/a.py", 1)],
+            "/home/me/a.py:1",
+        ),
         ([("/home/me/a.py", 1), ("/opt/venv/bin/torchrun", 8)], "/home/me/a.py:1"),
         ([("<eval_with_key>.3", 4), ("<stdin>", 1)], "<stdin>:1"),
         (
@@ -41,6 +45,10 @@ def of(*frames, shorten=None):
             "/home/me/kernels/triton/mine.py:2",
         ),
         ([("/x/toolkit/models/qwen3.py", 80), ("/home/me/a.py", 4)], "/home/me/a.py:4 > /x/toolkit/models/qwen3.py:80"),
+        (
+            [("/x/toolkit/kernels/norms.py", 80), ("/x/toolkit/ops/define.py", 80), ("/x/toolkit/ops/norms.py", 4)],
+            "/x/toolkit/ops/norms.py:4",
+        ),
         (
             [("/x/toolkit/gpu/cuda/device.py", 80), ("/x/toolkit/loading/huggingface.py", 4)],
             "/x/toolkit/loading/huggingface.py:4",
@@ -61,6 +69,8 @@ def test_a_process_knows_which_packages_are_installed_in_it():
     stack = [{"name": "f", "filename": file, "line": line} for file, line in files]
     assert chain(stack) == "/deps/pytest/__main__.py:9 > /me/a.py:3"
     assert chain(stack, kinds=Kinds(lambda file: file.startswith("/deps/"))) == "/me/a.py:3"
+    given = Kinds(is_library=lambda file: file == "/deps/tqdm.py")
+    assert chain([{"name": "f", "filename": "/deps/tqdm.py", "line": 1}, *stack[:1]], kinds=given) == "/me/a.py:3"
     typed = [{"name": "<module>", "filename": "<stdin>", "line": 1}]
     assert chain(typed, kinds=Kinds(lambda file: True)) == "<stdin>:1"
 

@@ -128,7 +128,7 @@ class Program:
 
     def on_cuda(self):
         stack = torch._C._profiler.symbolize_tracebacks([self.stack])[0]
-        kinds = frames.Kinds(callers.is_installed)
+        kinds = frames.Kinds(callers.is_installed, callers.is_library)
         return frames.chain(stack, callers.short_path, kinds, callers.only_calls, [*self.within.values()])
 
 

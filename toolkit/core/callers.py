@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -27,10 +28,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fo
 
 
 @lru_cache
-def library_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of library code, which is never reported as the cause: torch, Triton, contextlib, `toolkit.gpu`,
-    IPython, which displays what a cell gives it, and what launches the kernels of `toolkit.ops`, including its launch plans,
-    which are in no file.
+def _library_prefixes() -> tuple[str, ...]:
+    """Return path prefixes of code that is never reported as the cause: torch, Triton, `toolkit.gpu`, IPython, which displays
+    what a cell gives it, what launches the kernels of `toolkit.ops`, and code in no file that a program wrote, such as the
+    methods of a dataclass.
     """
     import torch
 
@@ -41,33 +42,63 @@ def library_prefixes() -> tuple[str, ...]:
         *(os.path.join(_PACKAGE, name) for name in ("gpu", "kernels")),
     ]
     files = [os.path.join(_PACKAGE, "ops", f"{name}.py") for name in ("define", "launch_plan", "plans", "tape", "zeros")]
-    return (
-        *(folder + os.sep for folder in folders),
-        *files,
-        os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"),
-        "<frozen",
-        LAUNCH_PLAN,
-    )
+    written = ["<frozen", "<attrs generated", "<eval_with_key>", LAUNCH_PLAN]
+    if sys.argv[:1] != ["-c"]:  # else it is the user's program
+        written.append("<string>")
+    return *(folder + os.sep for folder in folders), *files, *written
 
 
-_library: dict[str, bool] = {}  # file name -> whether it is library code
+_library: dict[str, bool] = {}  # file name -> `is_library`
 
 
-def caller() -> str | None:
-    """Return "file:line" of the innermost frame outside of torch and `toolkit.gpu`: the Python line that caused an event.
+def is_library(filename: str) -> bool:
+    """Return whether the lines of a file are never reported as the cause of an operation, but those that called it.
 
-    Results per file are cached, because recorders call this several times per operation.
+    This holds for torch and what else has `_library_prefixes`, and for files of the standard library and of installed packages
+    that do not import torch. Such files (`logging`, `copy`, `tqdm`) only use what they are given.
     """
-    frame: FrameType | None = sys._getframe(1)
+    found = _library.get(filename)
+    if found is None:
+        found = filename.startswith(_library_prefixes())
+        if not found and not filename.startswith(_PACKAGE + os.sep):
+            found = filename.startswith(_installed_prefixes()) and not _imports_torch(filename)
+        _library[filename] = found
+    return found
+
+
+def _imports_torch(filename: str) -> bool:
+    try:
+        return re.search(rb"\b(?:import|from)\s+torch\b", Path(filename).read_bytes()) is not None
+    except OSError:
+        return False
+
+
+def caller(waiting: int | None = None) -> str | None:
+    """Return "file:line" of the innermost frame that is not of a library (`is_library`): the line that caused an event.
+
+    In a thread that runs libraries only, such as a worker of a pool, it is the line of the thread `waiting`, which is likely to
+    wait for the result. If there is none either, it is the innermost frame outside of this package.
+    """
+    frame = _nearest(sys._getframe(1)) or _nearest(sys._current_frames().get(waiting or 0)) or _innermost(sys._getframe(1))
+    return None if frame is None else f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _nearest(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         filename = frame.f_code.co_filename
-        library = _library.get(filename)
+        library = _library.get(filename)  # faster than a call for each frame
         if library is None:
-            library = _library[filename] = filename.startswith(library_prefixes())
+            library = is_library(filename)
         if not library:
-            return f"{short_path(filename)}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
     return None
+
+
+def _innermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE + os.sep, "<frozen", LAUNCH_PLAN)):
+        frame = frame.f_back
+    return frame
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -85,9 +116,10 @@ def _installed_prefixes() -> tuple[str, ...]:
     Folders of the module search path count as installed if pip installed something there, as `pip install --target` does.
     """
     paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")} | {_PACKAGE}
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    folders |= {_PACKAGE, os.path.dirname(os.__file__)}  # the latter is the standard library, also if it is a zip file
     folders |= {folder for folder in sys.path if folder and any(Path(folder).glob("*.dist-info"))}
-    return (*(folder + os.sep for folder in folders), *library_prefixes())
+    return (*(folder + os.sep for folder in folders), *_library_prefixes())
 
 
 _installed: dict[str, bool] = {}  # file name -> whether it is not the user's own code
@@ -121,18 +153,15 @@ def chain(within: Running = NOTHING_RUNS) -> str | None:
     The innermost is the one that `caller` returns. If both are the same line, it is returned once.
     """
     frame: FrameType | None = sys._getframe(1)
-    inner = outer = None
+    inner, outer = _nearest(frame) or _innermost(frame), None
     blocks, reached = bool(within), False  # reached: this frame and those further out ran when the block began
     while frame is not None:
         code = frame.f_code
         filename = code.co_filename
         installed = _installed.get(filename)
         if installed is None:
-            _library.setdefault(filename, filename.startswith(library_prefixes()))
             # "<string>" is code of `python -c` or of a launcher, and says little about the cause
             installed = _installed[filename] = filename.startswith((*_installed_prefixes(), "<string>"))
-        if inner is None and not _library[filename]:
-            inner = frame
         runs_block = blocks and not reached and within.get(id(frame)) is code
         reached = reached or runs_block
         if not installed:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.callers import library_prefixes, short_path
+from toolkit.core.callers import is_library, short_path
 
 _known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that ever recorded
 _LIMIT = 1 << 23  # lines kept per thread (128 MiB), so that a long Python loop does not exhaust the host's memory
@@ -55,7 +55,6 @@ class LineLog:
         self._threads: dict[int, _Thread] = {}
         self._numbers: dict[int, int] = {}  # id of a code object outside of libraries -> its index in _codes
         self._codes: list[CodeType] = []  # keeps them alive, so that ids stay unique
-        self._prefixes = library_prefixes()
         self._home = threading.get_ident()
         self._tool: int | None = None
         self._traced: list[FrameType] = []
@@ -89,20 +88,19 @@ class LineLog:
     def where(self, thread_ids: NDArray[np.int64], times_ns: NDArray[np.int64]) -> list[str | None]:
         """Return the "file:line" that ran on each thread at each time (perf_counter, ns), or None if it is not known.
 
-        Threads are given by their native id or by CUPTI's id. A thread that ran no Python (a worker of autograd) gets the
-        line of the thread that started the log, which is waiting for it.
+        Threads are given by their native id or by CUPTI's id. A thread that runs library code only (a worker of autograd or of
+        a pool) gets the line of the thread that started the log, which is waiting for it.
         """
         home = self._threads.get(self._home)
         by_id = {thread.cupti_id: thread for thread in self._threads.values()}
         packed = np.full(len(times_ns), -1, np.int64)
         for thread_id in np.unique(thread_ids).tolist():
-            thread = by_id.get(_known_threads.get(thread_id, thread_id), home)
-            if thread is None or not thread.times:
-                continue
-            rows = np.flatnonzero(thread_ids == thread_id)
-            began, what = np.array(thread.times), np.array(thread.what)
-            at = np.searchsorted(began, times_ns[rows], side="right") - 1
-            packed[rows] = np.where(at >= 0, what[at], -1)
+            for thread in (by_id.get(_known_threads.get(thread_id, thread_id)), home):
+                rows = np.flatnonzero((thread_ids == thread_id) & (packed < 0))
+                if thread is not None and thread.times:
+                    began, what = np.array(thread.times), np.array(thread.what)
+                    at = np.searchsorted(began, times_ns[rows], side="right") - 1
+                    packed[rows] = np.where(at >= 0, what[at], -1)
         kinds, inverse = np.unique(packed, return_inverse=True)
         texts = [self._text(code) for code in kinds.tolist()]
         return [texts[i] for i in inverse.tolist()]
@@ -115,7 +113,7 @@ class LineLog:
     def _number(self, code: CodeType) -> int | None:
         """Return the index of a code object, None for library code."""
         number = self._numbers.get(id(code))
-        if number is None and not code.co_filename.startswith(self._prefixes):
+        if number is None and not is_library(code.co_filename):
             number = self._numbers[id(code)] = len(self._codes)
             self._codes.append(code)
         return number
@@ -141,6 +139,8 @@ class LineLog:
         frame = self._innermost(frame)
         if frame is not None:
             self._note(self._numbers[id(frame.f_code)], frame.f_lineno or 0)
+        else:
+            self._note(-1, 0)  # library code runs below no other
 
     def _start_monitoring(self) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]

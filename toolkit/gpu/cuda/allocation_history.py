@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from toolkit.core.callers import NOTHING_RUNS, Running, current_cell, is_installed, only_calls, short_path
+from toolkit.core.callers import NOTHING_RUNS, Running, current_cell, is_installed, is_library, only_calls, short_path
 from toolkit.gpu.allocation_log import StepRange, log
 from toolkit.trace.assemble import KIND, Strings, from_columns
 from toolkit.trace.events import Trace
@@ -25,7 +25,7 @@ from toolkit.trace.snapshot.frames import Kinds, chain
 from toolkit.trace.steps import steps_from_ranges
 
 Snapshot = dict[str, Any]
-_FILES = Kinds(is_installed)  # of this process
+_FILES = Kinds(is_installed, is_library)  # of this process
 _FEW = 1000  # entries kept while no scope is open
 _KINDS = {
     "alloc": KIND["alloc"], "free_requested": KIND["free"], "segment_alloc": KIND["segment_alloc"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from toolkit.core import distributed
@@ -48,7 +49,7 @@ class Machine:
         self.sizes_only = False
         self.from_packed = False  # whether new tensors are made from integers without values
         self.lines = False
-        self._shard = distributed.WHOLE  # of the recording
+        self._shard, self._home = distributed.WHOLE, 0  # of the recording, and the thread that started it
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
         self._marked = False  # whether a step has ended since the recording began
@@ -257,7 +258,7 @@ class Machine:
         settle()
         with self.lock:
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
-            self._shard = distributed.current()
+            self._shard, self._home = distributed.current(), get_ident()
             sizes.used = self._marked = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
@@ -299,5 +300,5 @@ class Machine:
         builder.add(
             kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=here().step,
             cell=current_cell(), pinned=pinned, clock="modelled", name=name, rank=self._shard.rank,
-            where=(caller() if self.lines else None) if where == "" else where, **communication,
+            where=(caller(self._home) if self.lines else None) if where == "" else where, **communication,
         )  # fmt: skip

@@ -29,7 +29,10 @@ _OWN = re.compile(
     r"(?:^|/)toolkit/(?:(?:bench|core|decode|demo|exporting|gpu|kernels|loading|models|ops|planning|ranks|testing|text|trace|tune|ui|vram|weights)/[\w/]+|\w+)\.py$"
 )
 _LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # scripts without .py: torchrun, pytest, jupyter
-_MACHINERY = re.compile(r"^(?:torch|triton)/|/pytorch/torch/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/gpu/")
+_MACHINERY = re.compile(
+    r"^(?:torch|triton|IPython)/|/pytorch/torch/|^typing_extensions\.py$"
+    r"|(?:^|/)toolkit/(?:(?:gpu|kernels)/|ops/(?:define|launch_plan|plans|tape|zeros)\.py$)"
+)
 _TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
 _STARTED = "<string>"  # the file name of `python -c` and of some launchers: use other files if there are any
 
@@ -37,16 +40,22 @@ _STARTED = "<string>"  # the file name of `python -c` and of some launchers: use
 class Kinds(dict[str, "str | None"]):
     """Maps a file to "user", "machinery" or "other" (all Python), or to None if it is not Python.
 
-    `is_installed` tells of further files that they are not the user's, such as those of packages in a folder of any name.
+    `is_installed` tells of further files that they are not the user's, such as those of packages in a folder of any name, and
+    `is_library` of further machinery.
     """
 
-    def __init__(self, is_installed: Callable[[str], bool] | None = None) -> None:
-        self._is_installed = is_installed
+    def __init__(
+        self, is_installed: Callable[[str], bool] = lambda file: False, is_library: Callable[[str], bool] = lambda file: False
+    ) -> None:
+        self._is_installed, self._is_library = is_installed, is_library
 
     def __missing__(self, filename: str) -> str | None:
         kind = _kind_of_file(filename)
-        if kind == "user" and self._is_installed is not None and not filename.startswith("<") and self._is_installed(filename):
-            kind = "other"
+        if kind is not None and not filename.startswith("<"):
+            if self._is_library(filename):
+                kind = "machinery"
+            elif kind == "user" and self._is_installed(filename):
+                kind = "other"
         if len(self) < MAX_REMEMBERED:
             self[filename] = kind
         return kind
@@ -63,8 +72,8 @@ def chain(
 
     OUTER is the outermost line of the user's code, without a line of a script that `only_calls` its functions. It is not
     further out than the function that runs the block; `within` are the functions that ran when it began, innermost first.
-    INNER is the innermost Python line outside torch, Triton and contextlib, or the innermost Python line if there is no other.
-    `shorten` maps a file name to the displayed name (default: `short_file`).
+    INNER is the innermost Python line that is not machinery, such as torch and the standard library, or the innermost one of
+    all if there is no other. `shorten` maps a file name to the displayed name (default: `short_file`).
     """
     outer: Frame | None = None
     inner: Frame | None = None
@@ -116,8 +125,9 @@ def _kind_of_file(filename: str) -> str | None:
     short = short_file(filename)
     if _MACHINERY.search(path if own else short):
         return "machinery"
-    installed = _INSTALLED.search(path) or _STANDARD.search(path) or _LAUNCHER.search(path)
-    return "other" if own or installed else "user"
+    if own or _INSTALLED.search(path) or _LAUNCHER.search(path):
+        return "other"
+    return "machinery" if _STANDARD.search(path) else "user"
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)
