@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pandas as pd
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.display import display
@@ -75,5 +76,6 @@ def plain(error: BaseException, shown: bool = False) -> BaseException:
 
 
 def show(thing: Any) -> None:
-    """Display an object under the running cell."""
-    display(thing)  # type: ignore[no-untyped-call]
+    """Display an object under the running cell. Tables have all of their columns, also in a terminal."""
+    with pd.option_context("display.max_columns", None, "display.max_colwidth", None, "display.width", 1000):
+        display(thing)  # type: ignore[no-untyped-call]
