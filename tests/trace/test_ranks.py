@@ -12,7 +12,7 @@ import pytest
 import toolkit as tk
 from tests.trace.rank_files import collective, plain, write_job, write_rank
 from tests.trace.test_trace import same
-from toolkit.core.errors import TraceError
+from toolkit.core.errors import TraceError, UnknownNameError
 from toolkit.trace.clocks import align
 from toolkit.trace.events import TraceBuilder
 from toolkit.trace.join import join
@@ -178,6 +178,21 @@ def test_one_rank_of_a_joined_trace_has_its_own_events_and_meta(tmp_path):
     assert part.text("name") == alone.text("name")
     assert part.meta == alone.meta
     assert len(trace.of_rank(0)) + len(part) == len(trace)
+    assert len(alone.of_rank(1)) == len(alone)
+
+
+@pytest.mark.parametrize("rank", [2, -1, "1", 0.0, None, True, np.arange(2)])
+def test_a_rank_that_a_trace_does_not_have_is_refused(tmp_path, rank):
+    trace = quiet(write_job(tmp_path, collectives=20, offsets_us=(0, 300)))
+    with pytest.raises(UnknownNameError, match=r"^rank .*: the trace has no such rank\. Known: 0, 1$"):
+        trace.of_rank(rank)
+
+
+def test_ranks_without_events_are_known(tmp_path):
+    trace = quiet(write_job(tmp_path, collectives=20, offsets_us=(0, 300)))
+    nothing = trace.select(trace.is_kind("oom"))
+    assert len(nothing.of_rank(1)) == 0
+    assert len(TraceBuilder().build({}).of_rank(0)) == 0
 
 
 def test_a_folder_and_a_list_open_alike(tmp_path):

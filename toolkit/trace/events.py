@@ -31,7 +31,7 @@ from toolkit.trace.arrays import check_archive, read_arrays
 from toolkit.trace.chrome.write import write_chrome
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS
 from toolkit.trace.copies import copies_per_step
-from toolkit.trace.waits import collectives_table, ranks_table
+from toolkit.trace.waits import collectives_table, known_rank, ranks_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -222,8 +222,8 @@ class Trace:
         return ranks_table(self)
 
     def of_rank(self, rank: int) -> Trace:
-        """Return the events of one rank, with the `meta` of its own recording if it is known."""
-        part = self.select(self["rank"] == rank)
+        """Return the events of a rank, with the `meta` of its own recording if known. Raises UnknownNameError for others."""
+        part = self.select(self["rank"] == known_rank(self, rank))
         return Trace(dict(part._present()), part.strings, (self.meta.get("ranks") or {}).get(str(rank), self.meta))
 
     def timeline(self, other: Trace | None = None) -> Any:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.errors import TraceError
+from toolkit.core.errors import TraceError, UnknownNameError, brief
+from toolkit.core.numbers import integer
 from toolkit.trace.columns import KINDS
 
 if TYPE_CHECKING:
@@ -81,6 +82,16 @@ def ranks_of(trace: Trace) -> list[int]:
     if not len(rank) or rank.min() == rank.max():
         return rank[:1].tolist()
     return np.unique(rank).tolist()  # type: ignore[no-any-return]
+
+
+def known_rank(trace: Trace, rank: object) -> int:
+    """Return `rank`. Raises UnknownNameError unless the trace has events of it, or joins a recording of it."""
+    known = {*map(str, ranks_of(trace)), *(trace.meta.get("ranks") or {})} or {"0"}
+    found = integer(rank)
+    if found is None or str(found) not in known:
+        names = sorted(known, key=lambda name: (len(name), name))
+        raise UnknownNameError(f"rank {brief(rank)}", "the trace has no such rank", f"Known: {', '.join(names)}", known=names)
+    return found
 
 
 def collectives_of(trace: Trace) -> Collectives:
