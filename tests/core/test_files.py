@@ -45,7 +45,7 @@ def not_a_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_what_is_not_a_regular_file_is_neither_replaced_nor_read(not_a_file: Path) -> None:
     before = os.lstat(not_a_file)
-    with pytest.raises(TraceError, match="not a regular file"):
+    with pytest.raises(TraceError, match=r"not a regular file\. Give the path of a regular file$"):
         replace_text(not_a_file, "text", TraceError)
     with pytest.raises(TraceError, match="not a regular file"):
         check_writable(not_a_file, TraceError)

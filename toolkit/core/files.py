@@ -177,6 +177,8 @@ def replacing(
         if error is None:
             raise
         do = "Check that the folder exists, that you may write to it and that its disk has space left"
+        if problem.errno == errno.EEXIST:  # of `_replaceable`
+            do = "Give the path of a regular file"
         raise error(asked, problem.strerror or str(problem), do) from problem
 
 
