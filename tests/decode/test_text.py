@@ -20,7 +20,7 @@ MODEL = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=256))
 
 @pytest.mark.parametrize(
     "prompt",
-    [[1, 2, 3], (1, 2, 3), [[1, 2, 3]], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), np.array([1, 2, 3])],
+    [[1, 2, 3], (1, 2, 3), [[1, 2, 3]], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), np.array([1, 2, 3]), range(1, 4)],
     ids=str,
 )
 def test_token_ids_in_any_form(prompt):
@@ -47,6 +47,7 @@ def test_token_ids_in_any_form(prompt):
         (torch.ones(1, 2, 2, dtype=torch.int64), "0 to 255"),
         (torch.tensor(5), "int|Tensor"),
         (None, "NoneType"),
+        (b"\1\2", "bytes"),
         (7, "int"),
         ({1: 2}, "dict"),
     ],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def prompt_ids(model: Model, prompt: object) -> list[int]:
-    """Return the token ids of `prompt`: a str, a list of ids, or a tensor or array of ids [T] or [1, T].
+    """Return the token ids of `prompt`: a str, a sequence of ids, or a tensor or array of ids [T] or [1, T].
 
     Raises ModelError for a str if the model has no tokenizer, for a batch, an empty prompt, and ids outside the vocabulary.
     """
@@ -30,6 +30,8 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
             kind = "on the device meta, without values" if prompt.is_meta else f"with the layout {prompt.layout}"
             raise ModelError("a prompt", f"a tensor {kind}", "Give an ordinary tensor [T] or [1, T]")
         ids = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+        if isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray | memoryview):
+            ids = list(ids)
     if not isinstance(ids, list | tuple):
         raise ModelError("a prompt", kind_of(prompt), "Give a text, a list of token ids, or a tensor [T] or [1, T]")
     if ids and all(isinstance(row, list | tuple) for row in ids):
