@@ -269,6 +269,29 @@ def test_options_out_of_range_are_refused_by_name(options):
         Sampling(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"temperature": None}, "of a wrong type"),
+        ({"temperature": True}, "of a wrong type"),
+        ({"temperature": torch.tensor(0.5)}, "of a wrong type"),
+        ({"temperature": float("nan")}, "out of range"),
+        ({"temperature": -1}, "out of range"),
+        ({"top_k": 2.0}, "of a wrong type"),
+        ({"top_k": 0}, "out of range"),
+        ({"seed": None}, "of a wrong type"),
+        ({"seed": 1 << 64}, "out of range"),
+        ({"min_p": "0.5"}, "of a wrong type"),
+        ({"logit_bias": [1]}, "of a wrong type"),
+        ({"logit_bias": {1: math.inf}}, "out of range"),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type_are_told_from_those_out_of_range(options, found):
+    with pytest.raises(ModelError, match=f": {found}\\. Give "):
+        Sampling(**options)
+
+
 @pytest.mark.parametrize("wrong", [-1, 50, 10**30])
 def test_a_bias_for_a_token_outside_of_the_vocabulary_is_refused(wrong):
     with pytest.raises(ModelError, match=f"logit_bias has the id {wrong}"):

@@ -7,6 +7,7 @@ gives the same text on every device. Options are uploaded once; choosing a token
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -49,7 +50,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         def refuse(name: str, needed: str) -> ModelError:
-            return ModelError(f"sampling with {name}={brief(getattr(self, name))}", "out of range", f"Give {needed}")
+            value = getattr(self, name)
+            whole, number = integer(value) is not None, isinstance(value, numbers.Real) and not isinstance(value, bool)
+            fits = {"top_k": whole, "seed": whole, "logit_bias": isinstance(value, Mapping)}.get(name, number)
+            found = "out of range" if fits else "of a wrong type"
+            return ModelError(f"sampling with {name}={brief(value)}", found, f"Give {needed}")
 
         temperature, penalty, seed = real(self.temperature), real(self.repetition_penalty), seed_of(self.seed)
         top_k = None if self.top_k is None else integer(self.top_k, least=1)
