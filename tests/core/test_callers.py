@@ -27,6 +27,16 @@ def fresh():
     callers._installed_prefixes.cache_clear()
 
 
+@pytest.fixture
+def of_a_script(monkeypatch):
+    """As if a script ran: processes of pytest-xdist are started with `python -c`, whose program is "<string>"."""
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    callers._library_prefixes.cache_clear()
+    monkeypatch.setattr(callers, "_library", {})
+    yield
+    callers._library_prefixes.cache_clear()
+
+
 def test_packages_in_a_folder_of_their_own_are_not_the_users_code(tmp_path, monkeypatch, fresh):
     """`pip install --target` puts packages into any folder, with the metadata that pip writes. Those that import torch may be
     the cause of an operation.
@@ -149,7 +159,7 @@ AT_ONE_LINE = {
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.clip_grad_norm`")
 @pytest.mark.parametrize("name", AT_ONE_LINE)
-def test_libraries_that_use_what_they_are_given_are_no_cause(name):
+def test_libraries_that_use_what_they_are_given_are_no_cause(name, of_a_script):
     gpu = tk.device("virtual:h200")
     loss = torch.ones(1, device=gpu.torch)
     code = AT_ONE_LINE[name].__code__
