@@ -71,9 +71,9 @@ def count_text(n: float) -> str:
     return f"{n:,.0f}"
 
 
-def plural(n: int, noun: str) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+def plural(n: int, noun: str, several: str = "") -> str:
+    """Return "1 rank" or "2 ranks". `several` is the plural of a noun that doesn't only add an s."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {several or noun + 's'}"
 
 
 def number_text(n: float) -> str:

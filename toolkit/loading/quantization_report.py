@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from toolkit.core.units import bytes_text, plural
 
@@ -18,7 +19,8 @@ class Matrix:
 
     `was` and `was_bits` are the dtype or scheme before, and its bits per weight. `scheme` is the new scheme, or None if the
     matrix was not quantized, for the reason `why`. `snr_db` is the signal-to-noise ratio in dB: 10 log10 of the power of the
-    original weights over the power of the error. It is NaN without values (sizes only) and infinite without error.
+    original weights over the power of the error. It is infinite without error. Without values (sizes only), it and
+    `max_abs_error` are NaN.
     """
 
     name: str
@@ -110,25 +112,33 @@ class Quantization:
         sizes = f"{bytes_text(self.bytes_before)} of matrices became {bytes_text(self.bytes_after)}"
         lines = [f"{self.scheme} ({self.method}): {sizes}, {self.bits_per_weight:.3g} bits per weight"]
         for name, matrices in by_scheme.items():
-            ratios = [m.snr_db for m in matrices if m.snr_db is not None]
-            many = "1 matrix" if len(matrices) == 1 else f"{len(matrices):,} matrices"
-            lines.append(f"  {name}: {many}, SNR {min(ratios):.1f} to {max(ratios):.1f} dB")
+            ratios = [m.snr_db for m in matrices if _is_known(m.snr_db)]
+            many = plural(len(matrices), "matrix", "matrices")
+            snr = f"SNR {min(ratios):.1f} to {max(ratios):.1f} dB" if ratios else "SNR unknown"
+            lines.append(f"  {name}: {many}, {snr}")
         reasons: dict[str, list[str]] = {}
         for matrix in self.left:
             reasons.setdefault(matrix.why, []).append(matrix.name)
         for why, names in reasons.items():
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
             lines.append(f"  not quantized, {why}: {', '.join(names[:3])}{more}")
-        lines.append(f"  logits on {plural(len(self.ids), 'token')}: cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}")
-        return lines
+        if any(_is_known(matrix.snr_db) for matrix in self.quantized):
+            logits = f"cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}"
+            return [*lines, f"  logits on {plural(len(self.ids), 'token')}: {logits}"]
+        return [*lines, "  the weights have no values, so the errors are unknown"]
 
 
 Quantisation = Quantization  # the former name
 
 
+def _is_known(error: float | None) -> TypeGuard[float]:
+    """Return whether an error was measured, on values: it is NaN without values, and None if nothing was quantized."""
+    return error is not None and not math.isnan(error)
+
+
 def _cells(matrix: Matrix) -> tuple[str, ...]:
     shape = " x ".join(f"{size:,}" for size in matrix.shape)
-    snr = "" if matrix.snr_db is None else f"{matrix.snr_db:.1f} dB"
-    error = "" if matrix.max_abs_error is None else f"{matrix.max_abs_error:.3g}"
+    snr = f"{matrix.snr_db:.1f} dB" if _is_known(matrix.snr_db) else ""
+    error = f"{matrix.max_abs_error:.3g}" if _is_known(matrix.max_abs_error) else ""
     now = matrix.scheme or matrix.was
     return matrix.name, shape, matrix.was, now, f"{matrix.bits_per_weight:.4g}", snr, error, matrix.why
