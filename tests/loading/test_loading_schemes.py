@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,37 @@ def test_quantising_while_loading_is_quantising_the_whole(tmp_path: Path, stored
     assert isinstance(packed, PackedMatrix)
     for name, part in packed.parts().items():
         assert torch.equal(part.cpu(), parts[name])
+
+
+def narrow(folder: Path, hidden: int, ffn: int) -> Path:
+    config = SHAPE | {"hidden_size": hidden, "intermediate_size": ffn, "head_dim": hidden // 4}
+    return write_folder(folder, config, random_tensors(config))
+
+
+def test_what_a_scheme_can_not_hold_is_named(tmp_path: Path) -> None:
+    path, told = narrow(tmp_path / "m", 72, 192), "not quantized: 14 matrices, rows of 72 are not a multiple of 32"
+    model = tk.load(path, device="cpu", scheme="int4-g128", progress=False)
+    assert set(model.report.bytes_by_kind) == {"float32", "int4-g64"}
+    assert told in repr(model.report)
+    for plan in (tk.plan(path, "h200", scheme="int4-g128"), tk.plan(model, "h200")):
+        assert told in repr(plan)
+        assert told[1:] in plan._repr_html_()
+    whole = tk.load("demo/qwen3", device="cpu", scheme="int4", progress=False)
+    assert "not quantized" not in repr(whole.report) + repr(tk.plan(whole, "h200"))
+
+
+@pytest.mark.parametrize("ask", [partial(tk.load, device=CARD, progress=False), tk.plan, tk.costs])
+def test_a_scheme_that_can_hold_nothing_is_refused(tmp_path: Path, ask: Any) -> None:
+    path = narrow(tmp_path / "m", 72, 100)
+    with pytest.raises(ModelError, match=r"nothing to quantize: rows of 100 are not a multiple of 32; rows of 72 .* of 32"):
+        ask(path, scheme="int4")
+
+
+def test_a_scheme_that_can_hold_nothing_is_not_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = narrow(tmp_path / "m", 72, 100)
+    monkeypatch.setattr("toolkit.loading.room.free_bytes", lambda device: 1000)
+    with pytest.raises(tk.errors.DeviceError, match="use a larger card"):
+        tk.load(path, device=CARD, progress=False)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 1e6])

@@ -124,12 +124,19 @@ def test_joined_matrices_are_quantised_one_by_one_and_joined_where_they_agree() 
 
 
 def test_rows_that_do_not_divide_stay_plain_and_are_named() -> None:
-    model = build("qwen3", intermediate_size=320)
+    model = build("qwen3", intermediate_size=328)
     new = quantize(model, "int4-g128", progress=False)
     left = {m.name: m.why for m in new.quantisation.left}
-    assert left == {f"layers.{i}.mlp.down.weight": "rows of 320 are not a multiple of 128" for i in range(2)}
+    assert left == {f"layers.{i}.mlp.down.weight": "rows of 328 are not a multiple of 32" for i in range(2)}
+    assert new.unquantized == {"rows of 328 are not a multiple of 32": tuple(left)}
     assert new.layers[0].mlp.down.weight is model.layers[0].mlp.down.weight
     assert "layers.0.mlp.down.weight" in repr(new.quantisation)
+
+
+def test_smaller_groups_where_larger_do_not_divide_the_rows() -> None:
+    new = quantize(build("qwen3", intermediate_size=320), "int4-g128", progress=False)
+    assert not new.quantisation.left
+    assert new.layers[0].mlp.down.weight.scheme.name == "int4-g64"
 
 
 def test_tied_tables_stay_tied_and_routers_plain() -> None:
@@ -258,6 +265,9 @@ def test_sizes_only_says_nothing_about_values() -> None:
         assert all(m.snr_db != m.snr_db for m in new.quantisation.quantised)  # nan
     assert new.quantisation.bits_per_weight < 6
     assert new.quantisation.cosine != new.quantisation.cosine
+    for text in (repr(new.quantisation), new.quantisation._repr_html_()):
+        assert "nan" not in text
+        assert "no values, so the errors are unknown" in text
 
 
 def test_a_model_loaded_as_sizes_only_needs_no_memory_here() -> None:

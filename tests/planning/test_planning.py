@@ -54,6 +54,16 @@ def test_the_state_is_what_the_virtual_gpu_allocates(name, empty_card):
         assert sizes_of(shapes, kv).state_bytes(8192) == pytest.approx(held, rel=0.005)  # the order of blocks
 
 
+@pytest.mark.parametrize(("scheme", "gib"), [("int4-g128", 12.7), ("int8-g128", 24.2)])
+def test_smaller_groups_are_planned_to_the_byte(scheme, gib, empty_card):
+    """The experts of this model have rows of 704, which groups of 128 don't divide."""
+    before = empty_card.memory().allocated_bytes
+    model = tk.load("random/gemma4-26b-a4b", device=empty_card, scheme=scheme, progress=False)
+    assert model.report.weight_bytes / GiB == pytest.approx(gib, abs=0.05)
+    planned = tk.plan("random/gemma4-26b-a4b", "h200", scheme=scheme).sizes.weights
+    assert planned == empty_card.memory().allocated_bytes - before
+
+
 @pytest.mark.parametrize("kv", [None, "int8", "int4", "k4v8"])
 @pytest.mark.parametrize("name", ["demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe"])
 def test_a_small_cache_is_planned_to_the_byte(name, kv, empty_card):

@@ -18,7 +18,7 @@ from toolkit.models.layers import Embedding, Joined, Linear
 from toolkit.models.model import CausalLM
 from toolkit.models.places import Source, Spot, set_scheme, spot
 from toolkit.weights.packed import PackedMatrix
-from toolkit.weights.recipes import Recipe
+from toolkit.weights.recipes import ALWAYS_PLAIN, Recipe, misfit, nothing_to_quantize
 from toolkit.weights.repacking import block_of, scheme_of
 from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
@@ -65,8 +65,9 @@ def lay_out(
     """Return the model of `checkpoint` on "meta", or the part of it that `shard` holds, with each weight in its scheme.
 
     `scheme` is None (as stored), "none" (plain in `dtype`), or a recipe. A weight has the same scheme for any number of ranks.
-    Raises FormatError if a stored tensor does not have the shape that follows from the config, or if no model of these sizes
-    can exist, and ModelError if the ranks can't divide its heads, its sizes or the blocks of a scheme.
+    `model.unquantized` names the matrices that the recipe can't quantize. Raises FormatError if a stored tensor does not have
+    the shape that follows from the config, or if no model of these sizes can exist, and ModelError if the recipe can quantize
+    nothing, or the ranks can't divide the heads, the sizes or the blocks of a scheme.
     """
     try:
         return _laid_out(checkpoint, device, dtype, scheme, fuse, shard)
@@ -83,12 +84,21 @@ def _laid_out(
     model = _build(checkpoint, device, dtype, shard)
     if checkpoint.weights is not None:
         _check_shapes(model, checkpoint, checkpoint.weights)
+    packed, left = False, {}
     for name, source in checkpoint.names.items():
         place = spot(model, name)
         chosen = _scheme(checkpoint, name, source, place, scheme)
+        why = misfit(chosen, place.whole_shape) if isinstance(scheme, Recipe) and chosen is not None else ""
+        if why:
+            chosen = None
+            left[why] = (*left.get(why, ()), name)
         _check_blocks(checkpoint, name, source, place, chosen)
         if chosen is not None:
+            packed = True
             set_scheme(model, name, chosen)
+    if isinstance(scheme, Recipe) and not packed:
+        raise nothing_to_quantize(scheme.name, left or (ALWAYS_PLAIN,))
+    model.unquantized = left
     return Layout(model, _join(model) if fuse else ())
 
 
@@ -115,12 +125,15 @@ def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, shard: Sh
 
 
 def _scheme(checkpoint: Checkpoint, name: str, source: Source, place: Spot, scheme: Recipe | str | None) -> Scheme | None:
-    """Return the scheme of one weight, or None for plain. Only matrices and embedding tables have a scheme."""
+    """Return the scheme of one weight, or None for plain. Only matrices and embedding tables have a scheme.
+
+    The groups of a recipe's scheme may not divide the rows.
+    """
     if scheme == "none" or place.leaf != "weight" or not isinstance(place.owner, Linear | Embedding) or source.change:
         return None
     if isinstance(scheme, Recipe):
         config = checkpoint.config
-        return scheme.scheme_for(name, place.whole_shape, config.num_hidden_layers, config.tie_word_embeddings)
+        return scheme.meant_for(name, place.whole_shape, config.num_hidden_layers, config.tie_word_embeddings)
     if checkpoint.weights is None or source.shape is not None:
         return None
     kinds = {stored_scheme(checkpoint.weights.find(stored)) for stored in source.names}

@@ -12,7 +12,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,7 +99,8 @@ def load(
 
     Returns the model. `model.report` describes the load; an instance has none. Raises FormatError if files are missing,
     damaged or do not match the config, UnknownNameError for an unknown model, scheme or dtype, ModelError for an unknown
-    architecture, DeviceError if the weights do not fit on the device (of a repository, before they are downloaded),
+    architecture or a scheme that can hold no matrix, DeviceError if the weights do not fit on the device (of a repository,
+    before they are downloaded),
     HubError if a repository cannot be downloaded, RankError if the ranks differ or are missing, and CancelledError.
     """
     given = dict(locals())
@@ -259,9 +260,10 @@ def _smaller(
         ways.append(('dtype="bfloat16"', torch.bfloat16, None))
     ways += [(f'scheme="{name}"', torch.bfloat16, recipe(name)) for name in SMALLER]
     for option, held_in, way in ways:
-        size = needed_bytes(lay_out(checkpoint, device, held_in, way, False, shard).model.parameters())
-        if size < needed:
-            yield option, size
+        with suppress(ModelError):  # it can quantize nothing
+            size = needed_bytes(lay_out(checkpoint, device, held_in, way, False, shard).model.parameters())
+            if size < needed:
+                yield option, size
 
 
 def _empty(model: nn.Module, device: Device) -> None:
@@ -297,5 +299,5 @@ def _report(
         weight_bytes=held.total(), allocated_bytes=needed_bytes(layout.model.parameters()),
         peak_bytes=after.peak_bytes - before.allocated_bytes if after.peak_bytes > before.peak_bytes else None,
         stored_bytes=0 if drawn else stored_bytes, skipped=checkpoint.skipped, seconds=seconds, drawn=drawn,
-        sizes_only=drawn and isinstance(device, VirtualGpu), shard=layout.model.shard,
+        sizes_only=drawn and isinstance(device, VirtualGpu), shard=layout.model.shard, unquantized=layout.model.unquantized,
     )  # fmt: skip

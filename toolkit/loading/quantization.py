@@ -28,12 +28,13 @@ from toolkit.models.model import CausalLM
 from toolkit.text.prompts import prompt_ids
 from toolkit.weights.fitting import quantize_hqq, quantize_minmax
 from toolkit.weights.packed import PackedMatrix, dequantize
-from toolkit.weights.recipes import Recipe, recipe
+from toolkit.weights.recipes import ALWAYS_PLAIN, Recipe, misfit, nothing_to_quantize, recipe
 from toolkit.weights.schemes import Scheme, find_scheme
 
 METHODS = {"min-max": quantize_minmax, "hqq": quantize_hqq}
 TEXT = "Water boils at 100 degrees Celsius at sea level. The capital of France is Paris, and its river is the Seine."
 CHUNK_WEIGHTS = 1 << 24  # weights processed at a time: bounds the scratch memory to 0.6 GiB, or to one expert
+SAME = "already in this scheme"
 LOWEST_SNR_DB = 6.0  # a matrix with a lower SNR stays plain: its values are too small for fp16 scales
 
 Fit = Callable[[Tensor, Scheme, str], dict[str, Tensor]]
@@ -48,9 +49,9 @@ def quantize(
 ) -> Any:
     """Return a new model on the same device with its matrices quantized to `scheme`. `model` is not changed.
 
-    Norms, biases, routers and convolutions are shared with `model`. So are matrices whose rows do not divide into groups, and
-    matrices that are already in `scheme`. Matrices packed in another scheme are dequantized and quantized again; their SNR is
-    relative to the dequantized values. `.quantization` of the new model is the report.
+    Norms, biases, routers and convolutions are shared with `model`. So are matrices whose rows do not even divide into groups
+    of 32, and matrices that are already in `scheme`. Matrices packed in another scheme are dequantized and quantized again;
+    their SNR is relative to the dequantized values. `.quantization` of the new model is the report.
 
     Args:
         scheme: one scheme for all matrices ("int4-g32", "int4-g64", "int4-g128", "int8-g32", ...), or a recipe ("q4_k_m",
@@ -82,6 +83,10 @@ def quantize(
             raise
     new.quantization = Quantization(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
     new.quantisation = new.quantization  # the former name
+    new.unquantized = {}
+    for row in new.quantization.left:
+        if row.why not in (ALWAYS_PLAIN, SAME):
+            new.unquantized[row.why] = (*new.unquantized.get(row.why, ()), row.name)
     return new
 
 
@@ -97,22 +102,17 @@ def _plan(model: CausalLM, chosen: Recipe) -> dict[str, Matrix]:
     config: Any = getattr(model, "config", None)
     for name, weight, shape in _matrices(model) if isinstance(model, nn.Module) else ():
         meant = chosen.meant_for(name, shape, config.num_hidden_layers, config.tie_word_embeddings)
-        if meant is None:
-            why = "always plain"
-        elif shape[-1] % meant.multiple:
-            why = f"rows of {shape[-1]:,} are not a multiple of {meant.multiple}"
-        else:
-            why = "already in this scheme" if isinstance(weight, PackedMatrix) and weight.scheme == meant else ""
+        why = ALWAYS_PLAIN if meant is None else misfit(meant, shape)
+        if isinstance(weight, PackedMatrix) and weight.scheme == meant:
+            why = SAME
         was = weight.scheme.name if isinstance(weight, PackedMatrix) else dtype_name(weight.dtype)
         bits = weight.scheme.bits_per_weight if isinstance(weight, PackedMatrix) else 8.0 * weight.dtype.itemsize
         found[name] = Matrix(name, tuple(shape), was, bits, None if why else meant.name if meant else None, why)
     if not any(matrix.scheme for matrix in found.values()):
-        asked = f"quantizing to {chosen.name}"
         if not found:
             why = f"{kind_of(model)} has none of the toolkit's layers"
-            raise ModelError(asked, why, "Give a model that tk.load returned in this process")
-        reasons = "; ".join(sorted({matrix.why for matrix in found.values()}))[:160]
-        raise ModelError(asked, f"there is nothing to quantize: {reasons}", "Choose another scheme")
+            raise ModelError(f"quantizing to {chosen.name}", why, "Give a model that tk.load returned in this process")
+        raise nothing_to_quantize(chosen.name, (matrix.why for matrix in found.values()))
     return found
 
 
@@ -160,7 +160,8 @@ def _replace(owner: nn.Module, planned: Matrix, fit: Fit) -> Matrix:
         return replace(planned, scheme=None, why=f"its values are too small for fp16 scales ({snr:.1f} dB)")
     del owner.weight
     owner.weight = packed
-    return replace(planned, snr_db=snr, max_abs_error=error, now_bits=scheme.bits_per_weight)
+    known = error if snr == snr else math.nan  # there are no values
+    return replace(planned, snr_db=snr, max_abs_error=known, now_bits=scheme.bits_per_weight)
 
 
 def pack_weight(weight: Tensor | PackedMatrix, scheme: Scheme, fit: Fit, name: str) -> tuple[PackedMatrix, float, float]:

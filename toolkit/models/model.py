@@ -123,7 +123,8 @@ class CausalLM(Shown, nn.Module):
     ranks must call it with the same arguments, in the same order, and get the same results.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding uses `new_cache`,
-    `embed`, `advance` and `logits`. `tokenizer` is None until a loader finds one.
+    `embed`, `advance` and `logits`. `tokenizer` is None until a loader finds one. `unquantized` has the names of matrices that
+    a scheme was chosen for but can't hold, by reason.
     """
 
     config: ModelConfig
@@ -139,6 +140,7 @@ class CausalLM(Shown, nn.Module):
         self.vocab = spread(config.vocab_size, shard)  # the tokens whose embeddings and logits this rank computes
         self.vocab_sizes = parts_of(config.vocab_size, shard.ranks)  # how many tokens each rank has
         self.tokenizer: Tokenizer | None = None
+        self.unquantized: dict[str, tuple[str, ...]] = {}
 
     def init_weights(self, seed: int = 0) -> Self:
         """Draw random weights from `seed`, the same on every device, and return the model."""

@@ -21,6 +21,7 @@ from toolkit.core.units import MiB, bytes_text
 from toolkit.core.workers import processors
 from toolkit.gpu.catalogue import GpuSpec, find_specs
 from toolkit.kernels.kv_codes import KV_SCHEMES
+from toolkit.loading.report import unquantized_text
 from toolkit.models.model import CausalLM
 from toolkit.planning.sizes import Sizes, sizes_of
 from toolkit.vram.what_if import CONTEXT_BYTES
@@ -113,6 +114,7 @@ class Plan:
     problems: tuple[BudgetError, ...]
     ranks: tuple[Sizes, ...]
     prefill_chunk: int | None = None
+    unquantized: str = ""  # in words, the matrices that the chosen scheme can't hold
 
     @property
     def sizes(self) -> Sizes:
@@ -245,7 +247,8 @@ def plan_of(
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
     export = _export(sizes, context, levers, compilers)
     found = Plan(
-        name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk
+        name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk,
+        unquantized_text(getattr(models[0], "unquantized", {})),
     )  # fmt: skip
     return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found, models)))
 
@@ -394,6 +397,7 @@ def text(plan: Plan) -> str:
     """Return the plan as text for a terminal."""
     budget = "" if plan.budget_bytes is None else f" within {bytes_text(plan.budget_bytes)}"
     lines = [f"{plan.model} for {plan.where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
+    lines += [plan.unquantized] if plan.unquantized else []
     for title, phases in ((f"exporting{budget}", plan.export), ("running", plan.run)):
         lines.append(title)
         for phase in phases:

@@ -8,16 +8,21 @@ including the embedding table and the head.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from toolkit.core.errors import unknown_name
+from toolkit.core.errors import ModelError, unknown_name
 from toolkit.weights.schemes import SCHEMES, Scheme, find_scheme
 
+ALWAYS_PLAIN = "always plain"  # why norms, routers and others are not quantized
 _PLAIN = re.compile(r"norm|router|conv")
 _LAYER = re.compile(r"layers\.(\d+)\.")
-# llama.cpp's replacements where the row length isn't a multiple of 256 (the fallbacks of llama_tensor_get_type)
-_SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "int8-g32"}
+# What replaces a scheme whose groups don't divide the rows: that of llama.cpp for K formats (the fallbacks of
+# llama_tensor_get_type), and smaller groups of the same bits for the others
+_SMALLER = {
+    "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "int8-g32",
+    "int4-g128": "int4-g64", "int4-g64": "int4-g32", "int8-g128": "int8-g32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,15 @@ class Recipe:
     def scheme_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
         """Return the scheme of the weight `name` ("layers.3.mlp.down.weight"), or None if it stays unquantized.
 
-        `layers` is the number of layers; `tied` says that the embedding is also the head. If the row length isn't a multiple
-        of 256, K formats are replaced by schemes with groups of 32, as in llama.cpp. Returns None if the groups don't fit.
+        `layers` is the number of layers; `tied` says that the embedding is also the head. If the groups of a scheme don't
+        divide the rows, one with smaller groups replaces it: K formats as in llama.cpp, the others by the same bits. Returns
+        None if these don't fit either.
         """
         meant = self.meant_for(name, shape, layers, tied)
-        return None if meant is None or shape[-1] % meant.multiple else meant
+        return None if meant is None or misfit(meant, shape) else meant
 
     def meant_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
-        """Return the scheme like `scheme_for`, but even if its groups don't divide the rows."""
+        """Return the scheme like `scheme_for`, but the one with the smallest groups if none divides the rows."""
         if len(shape) < 2 or shape[-2] == 1 or not name.endswith("weight") or _PLAIN.search(name):
             return None
         chosen = self.base
@@ -58,9 +64,20 @@ class Recipe:
         layer = _LAYER.match(name)
         if self.more and layer and re.search(self.wide, name) and _more_bits(int(layer[1]), layers):
             chosen = self.more
-        if shape[-1] % SCHEMES[chosen].multiple:
-            chosen = _SMALLER.get(chosen, chosen)
+        while misfit(SCHEMES[chosen], shape) and chosen in _SMALLER:
+            chosen = _SMALLER[chosen]
         return SCHEMES[chosen]
+
+
+def misfit(scheme: Scheme, shape: Sequence[int]) -> str:
+    """Return why a matrix of this shape can't be in `scheme`: "rows of 100 are not a multiple of 32". "" if it can."""
+    return f"rows of {shape[-1]:,} are not a multiple of {scheme.multiple}" if shape[-1] % scheme.multiple else ""
+
+
+def nothing_to_quantize(name: str, reasons: Iterable[str]) -> ModelError:
+    """Return the error for a model whose matrices can all not be quantized to `name`, for these reasons."""
+    found = f"there is nothing to quantize: {'; '.join(sorted(set(reasons)))[:160]}"
+    return ModelError(f"quantizing to {name}", found, "Choose another scheme")
 
 
 def _more_bits(layer: int, layers: int) -> bool:

@@ -46,6 +46,7 @@ def html(plan: Plan) -> str:
     parts = [
         f'<div class="tk-title">{escape(plan.model)} for {escape(plan.where)}<span class="tk-dim">{escape(about)}</span></div>',
         told or f'<p class="tk-yes">{escape(_sentence(verdict(plan)))}.</p>',
+        f'<p class="tk-note">{escape(_sentence(plan.unquantized))}.</p>' if plan.unquantized else "",
         f'<div style="display: flex; flex-wrap: wrap; align-items: end; gap: 8px 20px">{pictures}</div>',
         _keys(part for phase in (*plan.export, *plan.run) for part in _shown(phase, plan.card is None)),
         _levers(plan),
