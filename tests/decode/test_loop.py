@@ -135,12 +135,13 @@ def test_rates_leave_out_the_slow_first_steps(n, slow):
     assert tokens_per_s([*times[:-1], times[-2] + 10], late=True) == pytest.approx(1e6)
 
 
-def test_the_ends_of_tokenizer_and_config_count(model):
+def test_the_ends_of_the_tokenizer_count_else_those_of_the_config(model):
     tokens = generate(model).tokens
     ended = make(tk.device("cpu"), dataclasses.replace(SMALL, eos_token_ids=(tokens[3],)))
     assert tk.generate(ended, PROMPT).tokens == tokens[: tokens.index(tokens[3]) + 1]
-    ended.tokenizer = ByteTokenizer(eos_ids=(tokens[1],))
-    assert tk.generate(ended, PROMPT).tokens == tokens[: tokens.index(tokens[1]) + 1]
+    for end in (tokens[1], tokens[5]):
+        ended.tokenizer = ByteTokenizer(eos_ids=(end,))
+        assert tk.generate(ended, PROMPT).tokens == tokens[: tokens.index(end) + 1]
 
 
 def test_text_streams_and_leaves_the_end_out():

@@ -161,6 +161,7 @@ def test_a_folder_brings_config_tokenizer_and_ends(pair):
     assert model.dtype == torch.float32
     assert "Qwen3ForCausalLM" in repr(model)
     assert model.report.weight_bytes == sum(p.nbytes for p in model.parameters())
+    assert model.tokenizer.eos_ids == model.config.eos_token_ids
     answer = tk.generate(model, "Question: What is the capital of Spain?\nAnswer:", "hf-generate", max_new_tokens=40)
     assert answer.stop_reason == "eos"
     assert answer.text == " The capital of Spain is Madrid."

@@ -234,15 +234,23 @@ def test_a_stored_head_of_a_tied_model(
 
 
 @pytest.mark.parametrize(
-    ("stated", "ends"), [({"eos_token_id": [7, 5, 8]}, (5, 7, 8)), ({"eos_token_id": 7}, (5, 7)), ({}, (5,)), (None, (5,))]
+    ("stated", "ends"),
+    [({"eos_token_id": [7, 9]}, (7, 9)), ({"eos_token_id": 0}, (0,)), ({"eos_token_id": []}, (5,)), ({}, (5,)), (None, (5,))],
 )
-def test_ends_of_the_generation_config_count_without_a_tokenizer(
+def test_ends_of_the_generation_config_replace_those_of_the_config(
     tmp_path: Path, stated: dict[str, Any] | None, ends: tuple[int, ...]
 ) -> None:
     path = write_folder(tmp_path / "m", SHAPE | {"eos_token_id": 5}, random_tensors(SHAPE))
     if stated is not None:
         (path / "generation_config.json").write_text(json.dumps(stated))
-    assert tk.load(path, device="cpu", progress=False).config.eos_token_ids == ends
+    ours, theirs = (tk.load(path, device="cpu", engine=engine, progress=False) for engine in (None, "hf"))
+    assert ours.config.eos_token_ids == ends == theirs.config.eos_token_ids
+    first = tk.generate(ours, IDS, max_new_tokens=9, eos=()).tokens
+    (path / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": first[1]}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [first[4]]}))
+    for engine in (None, "hf"):
+        found = tk.generate(tk.load(path, device="cpu", engine=engine, progress=False), IDS, max_new_tokens=9).tokens
+        assert found == first[: first.index(first[4]) + 1]
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 EOS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "generation config first": ({"generation_config": [5, 6], "config": 7}, (5, 6)),
     "then the config": ({"generation_config": None, "config": 7}, (7,)),
+    "then its text part": ({"generation_config": None, "config": None, "text_config": 8}, (8,)),
     "then the tokenizer": ({"generation_config": None, "config": None}, (767,)),
     "nonsense is passed over": ({"generation_config": ["a", -1, True], "config": "b"}, (767,)),
     "each once": ({"generation_config": [5, 5], "config": None}, (5,)),
@@ -175,8 +176,10 @@ EOS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def test_where_generation_ends(tmp_path: Path, stated: dict[str, Any], ids: tuple[int, ...]) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path)
+    stated = {name: {"eos_token_id": value} for name, value in stated.items()}
+    stated["config"]["text_config"] = stated.pop("text_config", None)
     for name, value in stated.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": value}))
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
     found = tokenizers.from_folder(tmp_path)
     assert found is not None
     assert found.eos_ids == ids

@@ -376,8 +376,8 @@ def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -
 
 
 def _ends(model: Model) -> frozenset[int]:
-    """Return the token ids that end a text: those of the tokenizer and those of the config."""
-    return frozenset(getattr(model.tokenizer, "eos_ids", ())) | frozenset(model.config.eos_token_ids)
+    """Return the token ids that end a text: those of the tokenizer, else those of the config."""
+    return frozenset(getattr(model.tokenizer, "eos_ids", ()) or model.config.eos_token_ids)
 
 
 def _stops(model: Model, stop: object) -> tuple[str, ...]:

@@ -230,9 +230,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     skipped = _check_names(folder, architecture, config, names, weights)
     dtype = named[0] if named else _most(weights.stored.values())
     tokenizer = tokenizers.from_folder(folder)
-    if tokenizer is None:  # a tokenizer has the ends of generation_config.json itself
-        ends = dict.fromkeys((*config.eos_token_ids, *tokenizers.stated_ends(folder)))
-        config = replace(config, eos_token_ids=tuple(ends))
+    config = replace(config, eos_token_ids=tokenizers.stated_ends(folder) or config.eos_token_ids)
     return Checkpoint(folder, weights, architecture, config, names, dtype, tokenizer, skipped)
 
 

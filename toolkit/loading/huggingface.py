@@ -93,6 +93,8 @@ def wrap(
         wrapped.report = _report(inner, source, target, shard, time.perf_counter() - began)
     if folder is not None and folder.is_dir():
         wrapped.tokenizer = tokenizers.from_folder(folder)
+        if wrapped.tokenizer is not None and wrapped.config.eos_token_ids:  # an instance may have others than its folder
+            wrapped.tokenizer.eos_ids = wrapped.config.eos_token_ids
     return wrapped
 
 
@@ -377,7 +379,8 @@ class _Watch:
 
 def _config(inner: Any) -> Config:
     text = inner.config.get_text_config(decoder=True)
-    ends = getattr(inner.generation_config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
+    stated = (getattr(config, "eos_token_id", None) for config in (inner.generation_config, inner.config, text))
+    ends = next((each for each in stated if each not in (None, [])), None)
     most = getattr(text, "max_position_embeddings", None)
     return Config(
         model_type=str(text.model_type),

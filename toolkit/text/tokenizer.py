@@ -226,9 +226,10 @@ def _specials(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def stated_ends(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a text from generation_config.json, else from config.json, else ()."""
-    for name in ("generation_config.json", "config.json"):
-        value = _optional(folder / name).get("eos_token_id")
+    """Return the ids that end a text from generation_config.json, else from config.json or its text_config, else ()."""
+    config = _optional(folder / "config.json")
+    for values in (_optional(folder / "generation_config.json"), config, config.get("text_config")):
+        value = values.get("eos_token_id") if isinstance(values, dict) else None
         ids = value if isinstance(value, list) else [value]
         known = tuple(dict.fromkeys(i for i in ids if type(i) is int and i >= 0))
         if known:
