@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,13 @@ def test_a_demo_in_a_repository_keeps_its_tokenizer_and_text(hub: Hub) -> None:
     hub.repositories["team/demo"] = DEMOS / "qwen3"
     texts = [tk.generate(load(name), "The capital", max_new_tokens=4).text for name in ("team/demo", "demo/qwen3")]
     assert texts[0] == texts[1]
+
+
+def test_a_repository_brings_its_templates(hub: Hub, tmp_path: Path) -> None:
+    folder = hub.repositories["team/demo"] = Path(shutil.copytree(DEMOS / "qwen3", tmp_path / "demo"))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0] }}")
+    assert load("team/demo").tokenizer.chat([{"role": "user", "content": "Hi"}], tools=["a tool"]) == "a tool"
 
 
 def test_shapes_are_known_before_the_download(hub: Hub, stored: Path) -> None:

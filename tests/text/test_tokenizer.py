@@ -272,6 +272,40 @@ def test_real_templates_get_what_they_ask_for(tmp_path: Path, template: str, opt
     assert ours.chat(TURNS, **options) == theirs.apply_chat_template(TURNS, tokenize=False, **given)
 
 
+@pytest.mark.parametrize("where", ["list", "folder", "both"])
+def test_a_template_for_tools_is_used_with_tools(tmp_path: Path, where: str) -> None:
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    plain, for_tools = "plain {{ messages[0].content }}", "{{ tools | tojson }} {{ messages[0].content }}"
+    if where != "folder":
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": "default", "template": plain}, {"name": "tool_use", "template": for_tools}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if where != "list":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(f"file {plain}")
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(f"file {for_tools}")
+    ours, theirs = tokenizers.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    for tokenizer in (ours, tokenizers.from_bytes(ours.to_bytes(), "a package")):
+        for tools in (None, [TOOL], []):
+            said = theirs.apply_chat_template(TURNS, tokenize=False, tools=tools)
+            assert tokenizer.chat(TURNS, tools=tools) == said
+            assert ("plain" in said) == (tools is None)
+
+
+def test_a_template_for_tools_in_a_gguf_file() -> None:
+    inside = tokenizers.from_gguf(gguf_fields(**{"tokenizer.chat_template.tool_use": "{{ tools[0] }}"}), "x.gguf")
+    assert inside is not None
+    turns = [{"role": "user", "content": "Hi"}]
+    assert (inside.chat(turns), inside.chat(turns, tools=["a tool"])) == ("Hi", "a tool")
+    none = tokenizers.from_gguf(gguf_fields(), "x.gguf")
+    assert none is not None
+    assert none.chat(turns, tools=["a tool"]) == "Hi"
+
+
 @pytest.mark.parametrize("content", [[{"type": "image"}, {"type": "text", "text": " Hi "}], "Hi"], ids=["in parts", "a text"])
 def test_messages_in_parts(demo: Tokenizer, content: Any) -> None:
     boxed = Tokenizer(demo._inner, (), TEMPLATES["in the style of Gemma"], {"bos_token": "<bos>"})

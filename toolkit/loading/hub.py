@@ -13,11 +13,11 @@ from typing import Any
 
 from toolkit.core.errors import HubError
 from toolkit.loading.download import CONFIG, NOT_JSON, WEIGHTS, File, Repository, explained, transport_error
-from toolkit.text.tokenizer import NOT_READ
+from toolkit.text.tokenizer import NOT_READ, TEMPLATE, TOOL_TEMPLATE
 from toolkit.weights.safetensors_files import INDEX, PICKLES, read_json
 
 _SMALL = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", TEMPLATE, TOOL_TEMPLATE, "chat_template.json",
     "quantize_config.json", "quant_config.json", "adapter_config.json",
 )  # fmt: skip
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w.-]*[\w])(:(?P<file>.+))?", re.ASCII)

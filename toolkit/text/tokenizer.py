@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+TEMPLATE, TOOL_TEMPLATE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 NOT_READ = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model")  # other tokenizer formats
 MOST_ID = (1 << 32) - 1  # of the `tokenizers` package
 MOST_GROWTH = 1000  # times as long as a text, in bytes, that the steps of a tokenizer.json may make it
@@ -39,12 +40,16 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
         specials: Mapping[str, str] | None = None,
+        tool_template: str | None = None,
     ) -> None:
-        """`specials` are the texts of special tokens by name ("bos_token", "eos_token", ...), for use in chat templates."""
+        """`specials` are the texts of special tokens by name ("bos_token", "eos_token", ...), for use in chat templates.
+
+        `tool_template` replaces `chat_template` for chats with tools.
+        """
         inner.no_truncation()  # tokenizer.json may keep settings for training, which transformers ignores, too
         inner.no_padding()
-        self._inner, self.eos_ids, self.chat_template = inner, tuple(eos_ids), chat_template
-        self.specials = dict(specials or {})
+        self._inner, self.eos_ids, self.specials = inner, tuple(eos_ids), dict(specials or {})
+        self.chat_template, self.tool_template = chat_template, tool_template
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
         plain, whole = inner.encode("a", add_special_tokens=False).ids, inner.encode("a").ids
         before = next((k for k in range(len(whole)) if plain and whole[k : k + len(plain)] == plain), 0)
@@ -89,21 +94,24 @@ class Tokenizer:
     ) -> str:
         """Return the prompt of a chat. `messages` are {"role": ..., "content": ...}; `generate` opens the assistant's turn.
 
-        `tools` (JSON schemas) and `options` (enable_thinking=False) are passed to the checkpoint's template. Since the
-        template is untrusted code, it runs in a sandbox in a separate process, limited to 10 seconds and 1 GiB. Raises
+        `tools` (JSON schemas) and `options` (enable_thinking=False) are passed to the checkpoint's template, or with tools to
+        its template for tools ("tool_use") if it has one. Since the template is untrusted code, it runs in a sandbox in a
+        separate process, limited to 10 seconds and 1 GiB. Raises
         ToolkitError if there is no template or it fails.
         """
-        if not self.chat_template:
+        template = self.chat_template if tools is None else self.tool_template or self.chat_template
+        if not template:
             raise ToolkitError("a chat prompt", "this checkpoint has no chat template", "Pass a plain prompt to tk.generate")
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
             raise ModelError("a chat prompt", "its messages are not mappings", 'Pass [{"role": "user", "content": "..."}]')
         given = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None, "add_generation_prompt": generate}
-        return chat.render(self.chat_template, self.specials | given | options)
+        return chat.render(template, self.specials | given | options)
 
     def to_bytes(self) -> bytes:
         """Return this tokenizer as JSON, for `from_bytes`."""
         plain = {"tokenizer": json.loads(self._inner.to_str()), "eos_ids": self.eos_ids}
-        return json.dumps({**plain, "chat_template": self.chat_template, "specials": self.specials}).encode()
+        templates = {"chat_template": self.chat_template, "tool_template": self.tool_template}
+        return json.dumps({**plain, **templates, "specials": self.specials}).encode()
 
 
 def from_bytes(data: bytes, source: str) -> Tokenizer:
@@ -113,7 +121,7 @@ def from_bytes(data: bytes, source: str) -> Tokenizer:
     def make() -> Tokenizer:
         plain = json.loads(data)
         inner = Inner.from_str(json.dumps(plain["tokenizer"]))
-        return Tokenizer(inner, plain["eos_ids"], plain["chat_template"], plain["specials"])
+        return Tokenizer(inner, plain["eos_ids"], plain["chat_template"], plain["specials"], plain.get("tool_template"))
 
     return _guarded(make, f"tokenizer of {source}")
 
@@ -136,8 +144,8 @@ def from_folder(folder: Path) -> Tokenizer | None:
 
     inner = _guarded(lambda: Inner.from_file(str(path)), asked)
     config = _optional(folder / "tokenizer_config.json")
-    specials = _specials(config)
-    return _guarded(lambda: Tokenizer(inner, _eos_ids(folder, inner, config), _template(folder, config), specials), asked)
+    specials, (template, for_tools) = _specials(config), _templates(folder, config)
+    return _guarded(lambda: Tokenizer(inner, _eos_ids(folder, inner, config), template, specials, for_tools), asked)
 
 
 def _check_growth(content: Mapping[str, Any], asked: str) -> None:
@@ -198,9 +206,10 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer | None:
     specials = {name: vocabulary.tokens[i] for name, i in named.items() if i is not None}
     ends = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
     ends += [i for token in ENDS if (i := vocabulary.ids.get(token)) is not None and vocabulary.types[i] in CONTROLS]
-    template = metadata.get("tokenizer.chat_template")
-    template = template if isinstance(template, str) else None
-    return _guarded(lambda: Tokenizer(inner, dict.fromkeys(i for i in ends if i is not None), template, specials), asked)
+    stated = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    template, for_tools = (text if isinstance(text, str) else None for text in stated)
+    known = dict.fromkeys(i for i in ends if i is not None)
+    return _guarded(lambda: Tokenizer(inner, known, template, specials, for_tools), asked)
 
 
 def _guarded(make: Callable[[], T], asked: str) -> T:
@@ -248,13 +257,23 @@ def _eos_ids(folder: Path, inner: tokenizers.Tokenizer, config: Mapping[str, Any
     return () if found is None else (found,)
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: chat_template.jinja, or a text or list of named texts in tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return read_regular(path, f"chat template {path}", FormatError, 1 << 20).decode(errors="replace")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default", next(iter(named.values()), None))
-    return template if isinstance(template, str) else None
+def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the chat template and the one for chats with tools.
+
+    They are files, or a text or a list of named texts in tokenizer_config.json. As in transformers, files go first.
+    """
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        named = {t.get("name"): t.get("template") for t in stated if isinstance(t, dict)}
+    else:
+        named = {"default": stated}
+    if (folder / TEMPLATE).is_file():
+        named = {"default": _read(folder / TEMPLATE)}
+    if (folder / TOOL_TEMPLATE).is_file():
+        named["tool_use"] = _read(folder / TOOL_TEMPLATE)
+    first, for_tools = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    return first if isinstance(first, str) else None, for_tools if isinstance(for_tools, str) else None
+
+
+def _read(template: Path) -> str:
+    return read_regular(template, f"chat template {template}", FormatError, 1 << 20).decode(errors="replace")
