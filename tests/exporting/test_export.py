@@ -309,8 +309,10 @@ def test_what_can_not_be_exported(model, tmp_path):
         tk.export(tk.load("demo/qwen3", device="virtual:h200", progress=False), tmp_path / "out")
     with pytest.raises(ModelError, match="its weights are already loaded"):
         tk.export(model, tmp_path / "out", scheme="int8")
-    with pytest.raises(ModelError, match="not a model"):
-        tk.export(torch.nn.Linear(2, 2), tmp_path / "out")
+    wrapped = tk.load(Path(tk.__file__).parent / "demo" / "qwen3", device="cpu", engine="hf", progress=False)
+    for other in (torch.nn.Linear(2, 2), wrapped):
+        with pytest.raises(ModelError, match=r"it isn't one of the toolkit's own models\. .*without engine="):
+            tk.export(other, tmp_path / "out")
     with pytest.raises(DeviceError, match="packages don't run on virtual GPUs"):
         tk.export(model, tmp_path / "out", device="virtual:h200")
     assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ import torch
 
 from toolkit.core.display import render
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import DeviceError, ModelError, PackageError, brief, kind_of
+from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
 from toolkit.core.files import check_path, shown, writing
 from toolkit.core.numbers import integer
 from toolkit.core.units import bytes_text, parse_bytes
@@ -383,10 +383,8 @@ def _ranks(model: object, tensor_parallel: object) -> int:
 
 def _device(model: object, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
     """Return the device of this machine that the export uses, and the GPU to compile for (None for the CPU)."""
-    if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
-        raise ModelError(
-            f"exporting {kind_of(model)}", "not a model", "Give a model that tk.load returned, or its name or path"
-        )
+    if not isinstance(model, str | os.PathLike):
+        skeleton.architecture_of(model)
     shard: Shard = getattr(model, "shard", WHOLE)
     if shard != WHOLE:
         do = f"Pass the model's name or path, and tensor_parallel={shard.ranks}"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import ModelError, ToolkitError, kind_of
+from toolkit.core.errors import ModelError, ToolkitError
 from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
@@ -25,19 +25,25 @@ from toolkit.weights.schemes import find_scheme
 
 def to_plain(model: CausalLM) -> dict[str, Any]:
     """Return the architecture, config, dtype, part and schemes of a model. Raises ModelError for other libraries' models."""
-    names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
-    if not names:
-        found = "it isn't one of the toolkit's own models"
-        raise ModelError(f"exporting {kind_of(model)}", found, 'Load it with tk.load and engine="toolkit"')
+    name = architecture_of(model)
     joined = any(len(group) > 1 for module in model.modules() if isinstance(module, Joined) for group in module.groups)
     return {
-        "architecture": names[0],
+        "architecture": name,
         "config": dataclasses.asdict(model.config),
         "dtype": dtype_name(model.dtype),
         "schemes": _schemes(model),
         "joined": joined,
         **({} if model.shard == WHOLE else {"shard": [model.shard.rank, model.shard.ranks], "block": model.shard.block}),
     }
+
+
+def architecture_of(model: object) -> str:
+    """Return the name of a model's architecture. Raises ModelError if it isn't one of the toolkit's own models."""
+    names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
+    if not names:
+        found = "it isn't one of the toolkit's own models"
+        raise ModelError(f"exporting a {type(model).__name__}", found, 'Give a model of tk.load without engine="hf", or a name')
+    return names[0]
 
 
 def from_plain(plain: Mapping[str, Any], device: Device | None, layers: int | None = None) -> CausalLM:

@@ -96,8 +96,7 @@ class Tokenizer:
 
         `tools` (JSON schemas) and `options` (enable_thinking=False) are passed to the checkpoint's template, or with tools to
         its template for tools ("tool_use") if it has one. Since the template is untrusted code, it runs in a sandbox in a
-        separate process, limited to 10 seconds and 1 GiB. Raises
-        ToolkitError if there is no template or it fails.
+        separate process, limited to 10 seconds and 1 GiB. Raises ToolkitError if there is no template or it fails.
         """
         template = self.chat_template if tools is None else self.tool_template or self.chat_template
         if not template:
