@@ -121,6 +121,12 @@ def test_plan_prints_what_tk_plan_shows(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith("ToolkitError: a size of '0.5': not a whole number of bytes. ")
 
 
+def test_a_plain_cache_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "random/qwen3-8b", "--device", "rtx-4090", "--context", "40960", "--kv", "none"]) == 0
+    assert capsys.readouterr().out == f"{tk.plan('random/qwen3-8b', 'rtx-4090', context=40960, kv=None)}\n"
+    assert main(["run", "demo/qwen3", "The", "--device", "cpu", "--max-new-tokens", "2", "--kv", "none"]) == 0
+
+
 def test_open_prints_copies_ranks_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, snapshot = tmp_path / "page.html", Path(__file__).parent / "trace" / "data" / "snapshot_h200_all.pickle"
     assert main(["open", "h200/qwen3/roundtrip", "--html", str(page)]) == 0

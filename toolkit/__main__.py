@@ -86,8 +86,8 @@ def run(options: argparse.Namespace) -> None:
         )  # fmt: skip
         found = tk.generate(
             model, options.prompt, strategy, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-            seed=options.seed, context=options.context, kv=options.kv, record=options.save is not None,
-            on_token=_print_piece if first else None,
+            seed=options.seed, context=options.context, kv=None if options.kv == "none" else options.kv,
+            record=options.save is not None, on_token=_print_piece if first else None,
         )  # fmt: skip
         whole = collected(found, shard)
         leave()
@@ -139,7 +139,7 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("--dtype", help='the dtype of computation, such as "bfloat16" (default: that of the model)')
     parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
     parser.add_argument("--context", type=int, help="positions in the cache (default: as many as needed)")
-    parser.add_argument("--kv", help='the format of keys and values in the cache: "int8", "int4", "k4v8" (default: the dtype)')
+    parser.add_argument("--kv", help='the format of keys and values in the cache: "int8", "k4v8", "int4" (default: "none")')
     parser.add_argument("--save", type=Path, help="the file for the run and its trace, which has the events of all ranks")
 
 
@@ -150,7 +150,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--context", type=int, help="positions in the cache (default: 4,096)")
     parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
     parser.add_argument("--dtype", help='the dtype of computation, such as "bfloat16" (default: that of the model)')
-    parser.add_argument("--kv", default="auto", help='"int8", "int4", "k4v8" (default: the first format that fits)')
+    parser.add_argument("--kv", default="auto", help='"none", "int8", "k4v8", "int4" (default: "auto", the first that fits)')
     parser.add_argument("--budget", help='GPU memory for the export, such as "4 GiB" (default: all)')
     parser.add_argument("--run-budget", help='GPU memory for running, such as "12 GiB" (default: all)')
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that divide the model (default: 1)")

@@ -322,6 +322,10 @@ def test_what_a_plan_is_not_made_of():
         with pytest.raises(tk.ToolkitError, match="not a model"):
             tk.plan(model)
     loaded = tk.load("demo/qwen3", device="cpu", progress=False)
+    for kv in ("int5", ["int8"], 4):
+        with pytest.raises(tk.ToolkitError, match="Known: auto, int4, int8, k4v8, none"):
+            tk.plan("demo/qwen3", "h200", kv=kv)
+    assert tk.plan("demo/qwen3", "h200", kv="none") == tk.plan("demo/qwen3", "h200", kv=None)
     for options in ({"scheme": "int4"}, {"tensor_parallel": 2}):
         with pytest.raises(tk.ToolkitError, match="the model is already loaded"):
             tk.plan(loaded, "h200", **options)
@@ -331,16 +335,16 @@ def test_what_a_plan_is_not_made_of():
 
 
 def test_advice_for_running_works(gemma):
-    """A cache in 4 bits is advised where it suffices, and the advised budget is enough."""
+    """The first format of kv="auto" is advised that suffices, and the advised budget is enough."""
     advice = {}
-    for context in (65536, 262144):
+    for context in (65536, 81920, 98304, 262144):
         plan = tk.plan(gemma, "rtx-4090", context=context, kv=None)
         (problem,) = plan.problems
-        assert ('kv="int4"' in problem.do) == tk.plan(gemma, "rtx-4090", context=context, kv="int4").fits
+        auto = tk.plan(gemma, "rtx-4090", context=context)
+        assert (f'kv="{auto.kv}"' in problem.do) == ("kv=" in problem.do) == auto.fits
         assert "run_budget" not in problem.do  # the GPU has no more
-        advice[context] = problem.do
-    assert 'kv="int4"' in advice[65536]
-    assert 'kv="int4"' not in advice[262144]
+        advice[context] = auto.kv if auto.fits else None
+    assert advice == {65536: "int8", 81920: "k4v8", 98304: "int4", 262144: None}
     (problem,) = tk.plan("demo/qwen3", "h200", kv=None, run_budget="732 MiB").problems
     least = problem.do.rpartition('run_budget of at least "')[2].rstrip('"')
     assert tk.plan("demo/qwen3", "h200", kv=None, run_budget=least).fits

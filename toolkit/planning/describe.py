@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import ToolkitError, brief, kind_of
+from toolkit.core.errors import ToolkitError, brief, kind_of, unknown_name
 from toolkit.core.numbers import integer
 from toolkit.core.units import parse_bytes
 from toolkit.decode.prefix import check_chunk
@@ -19,6 +19,7 @@ from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import spec_of
+from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
 from toolkit.loading.layout import lay_out
 from toolkit.models.cuts import parts_of
@@ -86,7 +87,8 @@ def plan(
         device: a name that `tk.device` accepts. The GPU need not exist, and a virtual GPU is not opened.
         budget: GPU memory for the export, in bytes or as text ("4 GiB").
         context: tokens in the KV cache (default: 4,096, or that of a package).
-        kv: format of keys and values. "auto" is the first of plain, "int8", "k4v8" and "int4" that fits.
+        kv: format of keys and values. "none" (or None) is plain, "auto" the first of plain, "int8", "k4v8" and "int4" that
+            fits.
         run_budget: GPU memory for running (default: all memory of the card).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
@@ -98,7 +100,9 @@ def plan(
     the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, contexts that the model does not support, and
     numbers of ranks that can't divide the model.
     """
-    spec = _figures(device)
+    if kv not in (None, "none", "auto", *KV_SCHEMES):
+        raise unknown_name("KV scheme", kv, ["none", "auto", *KV_SCHEMES])
+    kv, spec = None if kv == "none" else kv, _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
     if isinstance(model, str | os.PathLike):
         shapes, own = describe_parts(model, scheme, dtype, tensor_parallel), _name(model, scheme)

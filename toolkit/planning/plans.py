@@ -353,7 +353,8 @@ def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
         worst = max(plan.run, key=lambda p: p.device_bytes)
         larger = "more memory" if plan.card is None else "a larger card"
         do = f"Lower context to {longest:,}" if longest else f"Use a smaller scheme or {larger}: not even 256 tokens fit"
-        do += ', or use kv="int4"' if plan.kv is None and _fits_with_codes(plan, models) else ""
+        codes = next((kv for kv in KV_SCHEMES if _fits_with(kv, plan, models)), None) if plan.kv is None else None
+        do += f', or use kv="{codes}"' if codes else ""
         if plan.run_bytes <= (_host_bytes() if plan.card is None else plan.card.memory_bytes):
             do += f', or use a run_budget of at least "{-(-plan.run_bytes // MiB)} MiB"'
         yield BudgetError(
@@ -366,10 +367,10 @@ def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
         )
 
 
-def _fits_with_codes(plan: Plan, models: Sequence[CausalLM]) -> bool:
-    """Return whether the plan would fit with keys and values in 4 bits."""
+def _fits_with(kv: str, plan: Plan, models: Sequence[CausalLM]) -> bool:
+    """Return whether the plan would fit with keys and values in the format `kv`."""
     with suppress(ModelError):  # heads of a size that the kernels don't support
-        found = [sizes_of(model, "int4") for model in {id(model): model for model in models}.values()]
+        found = [sizes_of(model, kv) for model in {id(model): model for model in models}.values()]
         phases = (_run(sizes, plan.context, plan.chunk, plan.card) for sizes in found)
         return max(_peak(each, plan.card) for each in phases) <= plan.run_budget_bytes
     return False
