@@ -3,6 +3,7 @@
 import json
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_with_memory_refuses_sizes_no_gpu_has(n_bytes: int):
 
 
 def test_several_gpus_are_not_one_device():
-    with pytest.raises(DeviceError, match=r'several processes\. Start a process for each: tk.cluster\("virtual:2xh200"\)'):
+    with pytest.raises(DeviceError, match=r'several processes\. Start a process for each, with tk.cluster\("virtual:2xh200"\)'):
         toolkit.device("virtual:2xh200")
 
 
@@ -141,5 +142,13 @@ def test_the_catalogue_shows_a_table() -> None:
 
 @pytest.mark.parametrize("name", ["virtual:2xh200", "2xcuda", "2xcpu"])
 def test_names_of_several_devices_are_those_of_a_cluster(name: str) -> None:
-    with pytest.raises(DeviceError, match=rf'device {name}: several devices need several processes.*tk.cluster\("{name}"\)'):
+    found = rf'device {name}: several devices need several processes.*tk.cluster\("{name}"\) or torchrun.*tensor_parallel=2'
+    with pytest.raises(DeviceError, match=found):
         open_device(name)
+
+
+def test_what_looks_like_a_device_is_told_apart() -> None:
+    with pytest.raises(DeviceError, match=r'device h200: these are the figures of a GPU, not a device\. Pass "virtual:h200"'):
+        open_device(CATALOGUE["h200"])  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match=r"a cluster has a device for each rank. Pass it to tk.load as cluster="):
+        open_device(SimpleNamespace(device="virtual:h200", ranks=2))  # type: ignore[arg-type]

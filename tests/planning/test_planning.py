@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,6 +308,12 @@ def test_gpus_are_given_by_spec_or_name():
             found.gpus(["h300"])
 
 
+def test_a_plan_takes_a_gpu_of_the_catalogue_and_no_cluster():
+    assert tk.plan("demo/qwen3", tk.GPUS["l4"]) == tk.plan("demo/qwen3", "l4")
+    with pytest.raises(tk.errors.DeviceError, match='pass device="virtual:h200" and tensor_parallel=2'):
+        tk.plan("demo/qwen3", SimpleNamespace(device="virtual:h200", ranks=2))
+
+
 def test_nothing_fits_in_nothing():
     assert not tk.plan("demo/qwen3", "h200", budget=0).gpus().can_export.any()
     assert not tk.plan("demo/qwen3", "h200", run_budget=0).fits
@@ -321,6 +328,9 @@ def test_what_a_plan_is_not_made_of():
     for model in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(tk.ToolkitError, match="not a model"):
             tk.plan(model)
+    for ask in (partial(tk.plan, "demo/qwen3"), partial(tk.costs, "demo/qwen3"), partial(tk.export, "demo/qwen3", "out")):
+        with pytest.raises(tk.ToolkitError, match=r"scheme 'int5': no such name.*Known: .*, none, "):
+            ask(scheme="int5")
     loaded = tk.load("demo/qwen3", device="cpu", progress=False)
     for kv in ("int5", ["int8"], 4):
         with pytest.raises(tk.ToolkitError, match="Known: auto, int4, int8, k4v8, none"):

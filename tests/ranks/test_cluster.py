@@ -491,7 +491,8 @@ def assert_ended(processes: list[psutil.Process]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "found"),
     [
-        (("cpu",), RankError, "not a whole number from 1 to 64"),
+        (("cpu",), RankError, '"2xcpu", or pass ranks=2'),
+        (("virtual:h200",), RankError, '"virtual:2xh200", or pass ranks=2'),
         (("cpu", 0), RankError, "not a whole number from 1 to 64"),
         (("cpu", True), RankError, "not a whole number from 1 to 64"),
         (("cpu", 10**9), RankError, "not a whole number from 1 to 64"),

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from toolkit.core.distributed import local_rank
-from toolkit.core.errors import unknown_name
-from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.core.errors import DeviceError, brief, unknown_name
+from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device
 from toolkit.gpu.virtual.device import check_single, current_virtual, open_virtual
@@ -38,7 +38,7 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     """
     if isinstance(device, Device):
         return device
-    name = str(device)
+    name = name_of(device)
     if name == "auto":
         name = "cuda" if _cuda_count() else "virtual:h200"
     kind, _, rest = name.partition(":")
@@ -52,6 +52,18 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
         return open_cuda(int(rest) if rest else _own_gpu())
     check_single(name)
     raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
+
+
+def name_of(device: object) -> str:
+    """Return the text of a device's name. Raises DeviceError for a cluster, and for the figures of a GPU."""
+    if isinstance(device, GpuSpec):
+        do = f'Pass "virtual:{device.key}" for a virtual one, or "cuda" for the GPU of this machine'
+        raise DeviceError(f"the device {device.key}", "these are the figures of a GPU, not a device", do)
+    each, ranks = getattr(device, "device", None), getattr(device, "ranks", None)
+    if isinstance(ranks, int):
+        do = f'Pass it to tk.load as cluster=. For a plan, pass device="{each}" and tensor_parallel={ranks}'
+        raise DeviceError(f"the device {brief(device)}", "a cluster has a device for each rank", do)
+    return str(device)
 
 
 def _own_gpu() -> int:

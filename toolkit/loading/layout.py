@@ -84,7 +84,8 @@ def _laid_out(
     model = _build(checkpoint, device, dtype, shard)
     if checkpoint.weights is not None:
         _check_shapes(model, checkpoint, checkpoint.weights)
-    packed, left = False, {}
+    packed = False
+    left: dict[str, tuple[str, ...]] = {}
     for name, source in checkpoint.names.items():
         place = spot(model, name)
         chosen = _scheme(checkpoint, name, source, place, scheme)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard, check_same, join
-from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, kind_of, unknown_name
+from toolkit.core.errors import ModelError, ToolkitError, brief, kind_of, unknown_name
 from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
@@ -40,7 +40,7 @@ from toolkit.models.cache import Cache
 from toolkit.models.model import CausalLM
 from toolkit.models.places import assign
 from toolkit.ops.exchange import links
-from toolkit.weights.recipes import Recipe, recipe
+from toolkit.weights.recipes import Recipe, recipe, storage
 from toolkit.weights.schemes import Scheme
 
 
@@ -130,7 +130,7 @@ def load(
         raise ToolkitError(
             f"random weights of seed={brief(seed)}", "not a seed", "Give a whole number from -2**63 to 2**64 - 1"
         )
-    chosen, wanted, shard = find_dtype(dtype), _recipe_for(scheme), join(tensor_parallel)
+    chosen, wanted, shard = find_dtype(dtype), storage(scheme), join(tensor_parallel)
     asked, found = os.fspath(path), resolve(os.fspath(path), revision, token)
     return _load(asked, found, device, chosen, wanted, fuse, shard, drawn, progress, cancel)
 
@@ -140,7 +140,7 @@ def load_part(
     progress: bool | Progress = True, cancel: threading.Event | None = None,
 ) -> CausalLM:  # fmt: skip
     """Load the part of a model that one rank holds onto the CPU, without the other ranks, so that it can't run."""
-    asked, chosen, wanted = os.fspath(path), find_dtype(dtype), _recipe_for(scheme)
+    asked, chosen, wanted = os.fspath(path), find_dtype(dtype), storage(scheme)
     return _load(asked, resolve(asked), "cpu", chosen, wanted, True, shard, 0, progress, cancel, alone=True)
 
 
@@ -169,16 +169,6 @@ def _load(
     if checkpoint.weights is None and isinstance(target, VirtualGpu):
         _keep_without_values(layout.model, target)
     return layout.model
-
-
-def _recipe_for(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
-    """Return the argument `scheme` of `load` as None, "none" or a Recipe."""
-    if scheme is None or scheme == "none":
-        return scheme
-    try:
-        return recipe(scheme)
-    except UnknownNameError as error:
-        raise unknown_name("scheme", scheme, [*error.facts["known"], "none"]) from None  # type: ignore[misc]
 
 
 def check_ranks(shard: Shard, asked: str, device: Device, **facts: object) -> None:

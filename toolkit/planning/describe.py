@@ -17,7 +17,7 @@ from toolkit.core.units import parse_bytes
 from toolkit.decode.prefix import check_chunk
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import Device
-from toolkit.gpu.opening import open_device
+from toolkit.gpu.opening import name_of, open_device
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
@@ -28,7 +28,7 @@ from toolkit.models.model import CausalLM, Model
 from toolkit.planning.costs import Costs, costs_of
 from toolkit.planning.plans import Levers, Plan, plan_of
 from toolkit.tune.cards import find_card
-from toolkit.weights.recipes import Recipe, recipe
+from toolkit.weights.recipes import Recipe, storage
 
 
 def describe(
@@ -37,8 +37,8 @@ def describe(
 ) -> CausalLM:  # fmt: skip
     """Return the model, or the part of it, that `tk.load` would create from `path`, on "meta": shapes and schemes alone."""
     checkpoint = open_checkpoint(path)
-    chosen = "none" if scheme == "none" else None if scheme is None else recipe(scheme)
-    return lay_out(checkpoint, open_device("cpu"), find_dtype(dtype) or checkpoint.dtype, chosen, fuse, shard).model
+    wanted = storage(scheme)
+    return lay_out(checkpoint, open_device("cpu"), find_dtype(dtype) or checkpoint.dtype, wanted, fuse, shard).model
 
 
 def costs(
@@ -67,7 +67,7 @@ def costs(
 
 def plan(
     model: CausalLM | str | os.PathLike[str],
-    device: Device | str = "auto",
+    device: Device | GpuSpec | str = "auto",
     budget: int | float | str | None = None,
     context: int | None = None,
     *,
@@ -84,7 +84,7 @@ def plan(
 
     Args:
         model: a loaded model, or a name that `tk.load` accepts (`scheme` and `dtype` as there).
-        device: a name that `tk.device` accepts. The GPU need not exist, and a virtual GPU is not opened.
+        device: a name that `tk.device` accepts, or a GPU of `tk.GPUS`. The GPU need not exist, and a virtual GPU is not opened.
         budget: GPU memory for the export, in bytes or as text ("4 GiB").
         context: tokens in the KV cache (default: 4,096, or that of a package).
         kv: format of keys and values. "none" (or None) is plain, "auto" the first of plain, "int8", "k4v8" and "int4" that
@@ -155,9 +155,11 @@ def _uneven(model: CausalLM) -> set[int]:
     return {cut.size // model.shard.block for cut in columns if cut.held * cut.shard.ranks != cut.size}
 
 
-def _figures(device: Device | str) -> GpuSpec | None:
+def _figures(device: Device | GpuSpec | str) -> GpuSpec | None:
     """Return the figures of the named GPU, which need not exist; None for the CPU. "auto" is resolved as by `tk.device`."""
-    name = device.name if isinstance(device, Device) else str(device)
+    if isinstance(device, GpuSpec):
+        return device
+    name = device.name if isinstance(device, Device) else name_of(device)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "h200"
     if name.startswith("virtual:"):

@@ -311,6 +311,9 @@ def _checked(device: str, ranks: object) -> tuple[str, int]:
         names = ["cpu", "cuda", "2xcuda", *(f"virtual:2x{card}" for card in CATALOGUE)]
         raise unknown_name("device of a cluster", device, names)
     default = max(_gpus(), 1) if kind == "cuda" and number is None else number
+    if default is None and ranks is None:
+        do = f'Write "{kind.replace("virtual:", "virtual:2x") if ":" in kind else f"2x{kind}"}", or pass ranks=2'
+        raise RankError(asked, "the number of ranks is not stated", do)
     count = integer(default if ranks is None else ranks, least=1, most=MOST)
     if count is None:
         raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", 'Try tk.cluster("cpu", 2)')

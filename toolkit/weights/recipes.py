@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from toolkit.core.errors import ModelError, unknown_name
+from toolkit.core.errors import ModelError, UnknownNameError, unknown_name
 from toolkit.weights.schemes import SCHEMES, Scheme, find_scheme
 
 ALWAYS_PLAIN = "always plain"  # why norms, routers and others are not quantized
@@ -101,3 +101,16 @@ def recipe(name: str | Recipe | Scheme) -> Recipe:
     if not isinstance(name, str) or name not in RECIPES:
         raise unknown_name("scheme", name, RECIPES)
     return RECIPES[name]
+
+
+def storage(scheme: str | Recipe | Scheme | None) -> Recipe | str | None:
+    """Return the argument `scheme` of `tk.load` as None (as stored), "none" (plain) or a Recipe.
+
+    Raises UnknownNameError for other names.
+    """
+    if scheme is None or scheme == "none":
+        return scheme
+    try:
+        return recipe(scheme)
+    except UnknownNameError:
+        raise unknown_name("scheme", scheme, [*RECIPES, "none"]) from None

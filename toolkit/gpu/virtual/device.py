@@ -54,7 +54,7 @@ from toolkit.trace.events import Trace
 
 GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
-_SEVERAL = re.compile(r"(virtual:)?\d+x.+")
+_SEVERAL = re.compile(r"(virtual:)?(\d+)x.+")
 _current: VirtualGpu | None = None
 _opening = threading.RLock()
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
@@ -232,8 +232,8 @@ def spec_of(card: str) -> GpuSpec:
 
 def check_single(name: str) -> None:
     """Raise DeviceError if the name asks for several devices: "2xcuda", "virtual:2xh200"."""
-    if _SEVERAL.fullmatch(name):
-        do = f'Start a process for each: tk.cluster("{name}"), or pass tensor_parallel= to tk.plan'
+    if found := _SEVERAL.fullmatch(name):
+        do = f'Start a process for each, with tk.cluster("{name}") or torchrun. A plan needs tensor_parallel={found[2]} instead'
         raise DeviceError(f"the device {name}", "several devices need several processes", do)
 
 
