@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import toolkit as tk
 from tests.models import cases_gemma4, cases_qwen3, cases_qwen3_5
-from toolkit.core.errors import FormatError
+from toolkit.core.errors import FormatError, ModelError
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,3 +89,13 @@ def test_a_convolution_whose_axes_are_in_another_order_is_refused(tmp_path, orde
     assert torch.equal(changed("without the axis of one", lambda conv: conv[:, 0])(ids), usual(ids))
     with pytest.raises(FormatError, match=r"conv1d.*shape"):
         changed("other", lambda conv: conv.permute(order))
+
+
+@pytest.mark.parametrize("name", ["demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe"])
+def test_ids_of_another_shape_are_refused(name):
+    model = tk.load(name, device="cpu", progress=False)
+    assert model(torch.ones(2, 5, dtype=torch.int32)).shape == (2, 5, 768)
+    whole = torch.ones(1, 5, 2, dtype=torch.long)
+    for ids in (whole[0, :, 0], whole[0, 0, 0], whole, whole[:, :0, 0], whole[..., 0].float(), [[1, 2]], "The"):
+        with pytest.raises(ModelError, match=r"^token ids: a .*\[B, T\]"):
+            model(ids)

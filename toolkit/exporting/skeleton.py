@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.core.errors import ModelError, ToolkitError, kind_of
 from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
@@ -42,7 +42,7 @@ def architecture_of(model: object) -> str:
     names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
     if not names:
         found = "it isn't one of the toolkit's own models"
-        raise ModelError(f"exporting a {type(model).__name__}", found, 'Give a model of tk.load without engine="hf", or a name')
+        raise ModelError(f"exporting {kind_of(model)}", found, 'Give a model of tk.load without engine="hf", or a name')
     return names[0]
 
 

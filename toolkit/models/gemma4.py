@@ -25,7 +25,7 @@ from toolkit.models.cuts import Cut, evenly, split_heads, spread
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
-from toolkit.models.model import CausalLM
+from toolkit.models.model import CausalLM, length_of
 from toolkit.models.places import to_dtype
 from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention, rope_of, rotate
@@ -312,7 +312,7 @@ class Model(CausalLM):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
-        slots = torch.arange(ids.shape[1], device=ids.device)
+        slots = torch.arange(length_of(ids), device=ids.device)
         return self.logits(self._layers(self.embed(ids), Pass(slots, self._ropes(slots))))
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from toolkit import ops
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError, kind_of
+from toolkit.core.units import dtype_name
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
 from toolkit.models.cuts import parts_of, spread
@@ -52,6 +53,16 @@ class ModelConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+def length_of(ids: Tensor) -> int:
+    """Return T of token ids [B, T]. Raises ModelError for anything else. Reads no values, so the host waits for nothing."""
+    if not isinstance(ids, Tensor):
+        raise ModelError("token ids", kind_of(ids), "Give a tensor [B, T], such as torch.tensor([[1, 2, 3]])")
+    if ids.ndim != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+        found = f"a tensor {list(ids.shape)} of {dtype_name(ids.dtype)}"
+        raise ModelError("token ids", found, "Give whole numbers [B, T]: B texts of T tokens each. ids[None] is one text")
+    return ids.shape[1]
 
 
 class InputEmbedding(Protocol):

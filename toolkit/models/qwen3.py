@@ -22,7 +22,7 @@ from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.cuts import Cut, evenly, split_heads
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
-from toolkit.models.model import CausalLM
+from toolkit.models.model import CausalLM, length_of
 from toolkit.models.names import SKIPPED
 from toolkit.models.places import to_dtype
 from toolkit.models.qwen3_config import Config, names_gguf, names_hf
@@ -165,7 +165,7 @@ class Model(CausalLM):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
-        slots = torch.arange(ids.shape[1], device=ids.device)
+        slots = torch.arange(length_of(ids), device=ids.device)
         return self.logits(self._layers(self.embed(ids), None, self.config.rope.table(slots, self.dtype)))
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:

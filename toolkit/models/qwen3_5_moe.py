@@ -22,7 +22,7 @@ from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.cuts import Cut, as_cut, end_to_end, evenly, split_heads
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
-from toolkit.models.model import CausalLM
+from toolkit.models.model import CausalLM, length_of
 from toolkit.models.names import SKIPPED
 from toolkit.models.places import assign, held_of, to_dtype
 from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
@@ -237,7 +237,7 @@ class Model(CausalLM):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
-        rope = self.config.rope.table(torch.arange(ids.shape[1], device=ids.device), self.dtype)
+        rope = self.config.rope.table(torch.arange(length_of(ids), device=ids.device), self.dtype)
         return self.logits(self._layers(self.embed(ids), None, rope))
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
