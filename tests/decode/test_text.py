@@ -30,7 +30,7 @@ def test_token_ids_in_any_form(prompt):
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("hello", "Pass token ids"),
+        ("hello", "In Python, pass token ids"),
         ([], "no tokens"),
         ([[]], "no tokens"),
         (torch.empty(0, dtype=torch.int64), "no tokens"),

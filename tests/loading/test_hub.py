@@ -427,6 +427,6 @@ def test_paths_are_not_repositories(name: str) -> None:
 def test_a_damaged_config_is_reported_before_the_weights_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     write_folder(tmp_path / "m", SHAPE | {"num_hidden_layers": 3}, random_tensors(SHAPE))
     hub.repositories["team/damaged"] = tmp_path / "m"
-    with pytest.raises(FormatError, match=r"^weights of team/damaged: .* tensors are missing"):
+    with pytest.raises(FormatError, match=r"^weights of team/damaged: they lack \d+ of \d+ tensors"):
         load("team/damaged")
     assert max(blobs().values()) < 1 << 16

@@ -170,4 +170,5 @@ def test_skipped_tensors_are_counted(tmp_path: Path) -> None:
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     report = tk.load(write_folder(tmp_path / "m", config, twice), device="cpu", progress=False).report
     assert report.skipped == ("lm_head.weight",)
+    assert "; 1 stored tensor skipped" in repr(report)
     assert report.weight_bytes == sum(t.nbytes for t in tensors.values())

@@ -142,3 +142,9 @@ def test_what_no_machine_has_room_for() -> None:
 def test_unknown_shapes_name_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="random/gemma4-31b"):
         tk.load("random/gemma-31b", device="cpu")
+
+
+def test_a_slash_after_a_demo_model() -> None:
+    assert tk.load("demo/qwen3/", device="cpu", progress=False).config.vocab_size == 768
+    with pytest.raises(UnknownNameError, match="demo model 'demo/qwen4/'"):
+        tk.load("demo/qwen4/", device="cpu", progress=False)

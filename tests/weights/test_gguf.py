@@ -154,7 +154,7 @@ def test_parts_that_are_not_of_one_model_are_refused(tmp_path: Path, parts: dict
 def test_a_missing_part_is_named_and_twins_are_refused(tmp_path: Path) -> None:
     first = split(tmp_path)
     (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "kept.gguf")
-    with pytest.raises(FormatError, match=r"1 of 3 parts are missing: m-00002-of-00003\.gguf"):
+    with pytest.raises(FormatError, match=r"its folder lacks 1 of 3 parts: m-00002-of-00003\.gguf"):
         open_gguf(first)
     pairs = [pair("split.no", UINT32, struct.pack("<I", 1)), pair("split.count", UINT32, struct.pack("<I", 3))]
     write(tmp_path / "m-00002-of-00003.gguf", [tensor("t0")], pairs)

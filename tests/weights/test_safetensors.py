@@ -191,7 +191,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, indexed: bool) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     if not indexed:
         (tmp_path / INDEX).unlink()
-    with pytest.raises(FormatError, match="model-0000"):
+    with pytest.raises(FormatError, match=r"its folder lacks 1 of 2 shards: model-0000" if indexed else "model-0000"):
         open_safetensors(tmp_path)
 
 

@@ -22,6 +22,7 @@ import torch
 
 from toolkit.core.errors import FormatError, HubError, ModelError, unknown_name
 from toolkit.core.files import at_home
+from toolkit.core.units import plural
 from toolkit.loading.download import Repository
 from toolkit.loading.hub import find, is_repository
 from toolkit.models import ARCHITECTURES
@@ -130,7 +131,7 @@ def resolve(asked: str, revision: str | None = None, token: str | bool | None = 
 
 def _local(asked: str) -> Path | None:
     """Return the folder or GGUF file for `asked`, or None if there is none. Raises ToolkitError for other files."""
-    family, _, name = asked.partition("/")
+    family, _, name = asked.rstrip("/").partition("/")
     if family == "demo" and not os.path.exists(asked):
         demos = {p.parent.name for p in DEMOS.glob("*/config.json")}
         if name not in demos:
@@ -322,10 +323,10 @@ def _check_names(
     unknown, missing = sorted(set(left) - set(skipped)), sorted(wanted - set(stored))
     asked = f"weights of {path}"
     if missing:
-        found = f"{len(missing):,} of {len(wanted):,} tensors are missing: {_listed(missing)}"
+        found = f"they lack {len(missing):,} of {plural(len(wanted), 'tensor')}: {_listed(missing)}"
         raise FormatError(asked, found, nearest(missing[0], unknown), missing=missing, unknown=unknown)
     if unknown:
-        found = f"{len(unknown):,} tensors are not part of this architecture: {_listed(unknown)}"
+        found = f"this architecture has no place for {plural(len(unknown), 'tensor')}: {_listed(unknown)}"
         near = difflib.get_close_matches(unknown[0], wanted, n=1, cutoff=0.5)
         do = f"The nearest name of the architecture is {near[0]!r}. Check" if near else "Check"
         raise FormatError(asked, found, f"{do} that config and weights belong together", unknown=unknown)

@@ -23,7 +23,7 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
     """
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise ModelError("a prompt of text", "this model came without a tokenizer", "Pass token ids: [1, 2, 3] or a tensor")
+            raise ModelError("a prompt of text", "this model came without a tokenizer", "In Python, pass token ids: [1, 2, 3]")
         ids: Any = model.tokenizer.encode(prompt)
     else:
         if isinstance(prompt, Tensor) and (prompt.is_meta or prompt.layout is not torch.strided):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import FormatError
+from toolkit.core.units import plural
 from toolkit.weights.repacking import GGUF_KINDS
 from toolkit.weights.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, plain_rows, too_short
 
@@ -198,7 +199,7 @@ def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
     paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
     missing = [part.name for part in paths if not os.path.exists(part)]
     if missing:
-        found = f"{len(missing):,} of {count:,} parts are missing: {', '.join(missing[:4])}"
+        found = f"its folder lacks {len(missing):,} of {plural(count, 'part')}: {', '.join(missing[:4])}"
         raise file.mapped.error(found, "Download the missing files into the same folder", missing=missing)
     parts = [GgufFile(part) for part in paths]
     for i, part in enumerate(parts):

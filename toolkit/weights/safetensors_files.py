@@ -18,6 +18,7 @@ from torch import Tensor
 from toolkit.core.errors import FormatError
 from toolkit.core.files import read_regular
 from toolkit.core.schema import parse_json
+from toolkit.core.units import plural
 from toolkit.weights.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, nearest, plain_rows, too_short
 
 DTYPES = {
@@ -127,7 +128,7 @@ def _open_index(index: Path) -> Weights:
             )
     missing = [name for name in names if not os.path.exists(index.parent / name)]  # never raises for odd names
     if missing:
-        found = f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:4])}"
+        found = f"its folder lacks {len(missing):,} of {plural(len(names), 'shard')}: {', '.join(missing[:4])}"
         raise FormatError(asked, found, "Download the missing files into the same folder", missing=missing)
     files = {name: SafetensorsFile(index.parent / name) for name in names}
     for tensor, name in weight_map.items():
