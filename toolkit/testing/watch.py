@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from toolkit.core.callers import is_installed
 from toolkit.vram import owners
+from toolkit.vram.frames import locals_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ Variables = list[tuple[str, Any]]  # "index of a frame:name", or "-1:name" for a
 
 
 def _frame(frame: FrameType) -> Frame:
-    of_module = isinstance(owners.locals_of(frame).get("self"), nn.Module)
+    of_module = isinstance(locals_of(frame).get("self"), nn.Module)
     return Frame(Path(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_firstlineno, of_module)
 
 
@@ -54,7 +55,7 @@ def _variables(running: list[FrameType]) -> Variables:
     found: Variables = []
     for index, frame in enumerate(running):
         if frame.f_code.co_name != "<module>":
-            found += [(f"{index}:{name}", value) for name, value in owners.locals_of(frame).items()]
+            found += [(f"{index}:{name}", value) for name, value in locals_of(frame).items()]
     for frame in running:
         found += [(f"-1:{name}", value) for name, value in frame.f_globals.items() if not name.startswith("__")]
     return found

@@ -21,6 +21,7 @@ from toolkit.core.callers import ipython_shell
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.trace.ledger import OTHER_KIND, UNOWNED, Ledger, place_text
 from toolkit.vram import hidden, keepers, owners
+from toolkit.vram.frames import locals_of
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
@@ -254,7 +255,7 @@ def _inputs(error: BaseException) -> Needed:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        names = {**frame.f_globals, **owners.locals_of(frame)}
+        names = {**frame.f_globals, **locals_of(frame)}
         found.values.update(id(names[name]) for name in _read(frame.f_code, trace.tb_lasti, _READS) if name in names)
         found.attributes.update(_read(frame.f_code, trace.tb_lasti, _READS_ATTRIBUTES))
         trace = trace.tb_next

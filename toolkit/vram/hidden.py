@@ -28,7 +28,9 @@ from toolkit.gpu import allocation_scopes
 from toolkit.trace.ledger import place_text, whole
 from toolkit.vram import owners
 from toolkit.vram.cycles import garbage
+from toolkit.vram.frames import of_frame, of_traceback
 from toolkit.vram.owners import Holder, Place
+from toolkit.vram.parts import LEAF_TYPES
 
 GARBAGE = "garbage"
 _LEAST = 1 << 20  # bytes without an owner below which no more are searched for, because a search takes 0.1 s and more
@@ -124,7 +126,7 @@ def user_variables(shell: Any) -> dict[str, Any]:
 
 def of_error(error: BaseException | None) -> dict[Place, Holder]:
     """Return the owner of memory that the traceback of an error, and of its causes, holds."""
-    return owners.walk(owners.of_traceback(error))
+    return owners.walk(of_traceback(error))
 
 
 def running(owner: str) -> str:
@@ -162,7 +164,7 @@ def _of_threads(others: bool) -> Iterator[tuple[str, Any]]:
             continue
         thread = "" if ident == here else names.get(ident, "")
         while frame is not None and not any(kernel in frame.f_code.co_filename.replace("\\", "/") for kernel in _KERNEL):
-            yield from ((name + thread, value) for name, value in owners.of_frame(frame))
+            yield from ((name + thread, value) for name, value in of_frame(frame))
             frame = frame.f_back
 
 
@@ -190,7 +192,7 @@ def _of_widgets() -> Iterator[tuple[str, Any]]:
                 yield f"callback of {names[id(widget)]}", callback
         for name, value in {**own, **values[id(widget)]}.items():
             plumbing = name.startswith("_trait") or name in _FOR_FRONT_END or type(value).__name__ == _DISPATCHER
-            if not plumbing and type(value) not in owners.LEAF_TYPES and id(value) not in names:
+            if not plumbing and type(value) not in LEAF_TYPES and id(value) not in names:
                 yield f"{names[id(widget)]}.{name}", value
 
 
@@ -229,8 +231,8 @@ def release(shell: Any | None = None) -> int:
 
 def _of_errors(error: BaseException | None) -> Iterator[tuple[str, Any]]:
     """Yield the variables of the frames in the tracebacks of `error` and of the last error that nothing handled."""
-    yield from owners.of_traceback(error)
-    yield from owners.of_traceback(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+    yield from of_traceback(error)
+    yield from of_traceback(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
 
 def results(shell: Any | None) -> dict[Place, Holder]:
@@ -315,8 +317,8 @@ def _owners_in(objects: list[Any], wanted: set[Place]) -> dict[Place, Holder]:
 def _named(objects: list[Any]) -> Iterator[list[tuple[str, Any]]]:
     """Yield the names of garbage to start from: the best first, and among equals the farthest from the tensors."""
     errors = [one for one in objects if isinstance(one, BaseException)]
-    yield [pair for error in errors for pair in owners.of_traceback(error)]
-    yield [pair for one in objects if isinstance(one, FrameType) for pair in owners.of_frame(one)]
+    yield [pair for error in errors for pair in of_traceback(error)]
+    yield [pair for one in objects if isinstance(one, FrameType) for pair in of_frame(one)]
     rest = [one for one in reversed(objects) if not isinstance(one, BaseException | FrameType | TracebackType | CellType)]
     rest.sort(key=lambda one: (isinstance(one, torch.Tensor), type(one) in _PLAIN, isinstance(one, FunctionType)))
     for one in rest:

@@ -17,6 +17,7 @@ from torch import nn
 from toolkit.trace.ledger import whole
 from toolkit.vram import owners
 from toolkit.vram.owners import Holder, Place
+from toolkit.vram.parts import is_users
 
 _MOST_S = 2.0  # seconds of processor time of each search
 _MODULE_TABLES = frozenset(vars(nn.Module()))
@@ -72,7 +73,7 @@ def _on_gpus(found: Mapping[Place, Holder]) -> dict[Place, Holder]:
 
 def _attributes(root: str, value: Any) -> Iterator[Name]:
     """Yield the attributes of an object of the user: those of a module that are neither parameters, buffers nor modules."""
-    if isinstance(value, _OWN) or not owners.is_users(type(value).__module__):
+    if isinstance(value, _OWN) or not is_users(type(value).__module__):
         return
     with suppress(Exception):  # a user's object may raise
         if not isinstance(value, nn.Module):

@@ -35,6 +35,7 @@ from toolkit.trace.ledger import Ledger, devices_of, fullest
 from toolkit.vram import hidden, owners
 from toolkit.vram.advice import Shortage, explain
 from toolkit.vram.attribution import with_owners
+from toolkit.vram.frames import locals_of
 from toolkit.vram.what_if import what_if
 
 if TYPE_CHECKING:
@@ -441,7 +442,7 @@ def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[
 
 def variables_of(frame: FrameType | None) -> dict[str, Any]:
     """Return the variables visible in a frame: its globals and its locals."""
-    return {} if frame is None else {**frame.f_globals, **owners.locals_of(frame)}
+    return {} if frame is None else {**frame.f_globals, **locals_of(frame)}
 
 
 def _signed(n_bytes: int) -> str:

@@ -1,0 +1,195 @@
+"""What an object holds: the parts of containers, modules, functions and other objects, with the path to each.
+
+Reading them changes no value and calls no property of a user's class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from types import (
+    AsyncGeneratorType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+)
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.core.callers import is_installed
+from toolkit.gpu.device import Device
+from toolkit.vram.frames import locals_of, of_traceback
+
+LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType, torch.dtype, torch.device)
+LEAF_TYPES = frozenset(LEAVES)
+# Not entered: they lead to objects that the variable does not own.
+_OPAQUE = (Device, threading.Thread, io.IOBase, asyncio.AbstractEventLoop)
+_KERNEL = ("IPython", "ipykernel")  # packages whose objects aren't either: a widget's kernel leads to all variables and errors
+_MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
+_HOOKS = frozenset(name for name in _MODULE_TABLES if name.endswith("_hooks"))
+_WRITTEN_IN_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, a flag of types
+_PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+PLAIN = frozenset((dict, *_CONTAINERS))  # types without attributes
+
+Part = tuple[str, Any, str | None]
+
+
+def parts_of(value: Any) -> Iterator[Part]:
+    """Yield the values that an object holds, as (".name" or "[i]", value, kind of the tensors below)."""
+    if type(value) in PLAIN:  # first, as most values are of these types
+        yield from elements(value, None)
+        return
+    name = type(value).__name__.lower()
+    if isa(value, _OPAQUE) or type(value).__module__.partition(".")[0] in _KERNEL:
+        return
+    if "tokenizer" in name:  # holds 100,000 words, and no tensor of the user
+        return
+    kind = "kv" if "cache" in name else None
+    if isa(value, torch.optim.Optimizer):
+        for number, state in enumerate(value.state.values()):
+            yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
+        yield from ((more, held, None) for more, held in own(value) if more not in (".param_groups", ".state"))
+    elif isa(value, _CONTAINERS):
+        yield from elements(value, kind)
+        yield from ((more, held, kind) for more, held in own(value))
+    elif isa(value, type):
+        if is_users(vars(value).get("__module__", "")):
+            yield from ((f".{name}", held, kind) for name, held in list(vars(value).items()))
+    elif isa(value, FunctionType | MethodType):
+        yield from _of_function(value)
+    elif isa(value, partial):
+        yield from ((f" (its argument {i})", held, kind) for i, held in enumerate((*value.args, *value.keywords.values())))
+    elif type(value) in _PAUSED:
+        frame = getattr(value, _PAUSED[type(value)])
+        if frame is not None:
+            yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(frame).items())
+    elif isa(value, ContextVar):
+        with suppress(LookupError):  # it has no value
+            yield " (its value)", value.get(), kind
+    elif isa(value, BaseException):
+        yield from ((f" (its traceback): {more}", held, kind) for more, held in of_traceback(value))
+        yield from ((more, held, kind) for more, held in own(value))
+    elif not isa(value, FrameType | TracebackType):
+        yield from ((more, held, kind) for more, held in own(value))
+        if type(value).__flags__ & _WRITTEN_IN_C:  # such as an iterator, a method of a list or a cache of functools
+            yield from ((" (inside)", held, kind) for held in gc.get_referents(value))
+
+
+def of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
+    """Yield the parameters, buffers and other attributes of a module and of its submodules."""
+    modules = [("", root)]
+    while modules:
+        path, module = modules.pop()
+        names = vars(module)
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in names[table].items():
+                if tensor is not None:
+                    yield f"{path}.{name}", tensor, "weights"
+        for name, child in names["_modules"].items():
+            if child is not None and id(child) not in seen:
+                seen[id(child)] = child
+                modules.append((f"{path}.{name}", child))
+        kind = "kv" if "cache" in type(module).__name__.lower() else None
+        for name, held in list(names.items()):
+            if held if name in _HOOKS else name not in _MODULE_TABLES and type(held) not in LEAF_TYPES:
+                yield f"{path}.{name}", held, kind
+
+
+def optimized_by(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """Yield the tensors that an optimizer changes."""
+    for group in optimizer.param_groups:
+        yield from ((f".param_groups[...]['params'][{i}]", held, "weights") for i, held in enumerate(group["params"]))
+
+
+def of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks of a tensor, and the attributes that the user set."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name)
+        if hooks:
+            yield f".{name}", hooks
+    yield from ((more, held) for more, held in own(tensor) if more != "._host")  # the values of a tensor on the virtual GPU
+
+
+def elements(value: Any, kind: str | None) -> Iterator[Part]:
+    """Yield the elements of a mapping or a sequence, unless all of them are leaves."""
+    if isa(value, Mapping):
+        if not _only_leaves(value.values()):
+            yield from ((_key_text(key), held, kind) for key, held in list(value.items()))
+    elif not _only_leaves(value):
+        yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
+
+
+def own(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes stored in an object, without calling properties or `__getattr__`."""
+    try:
+        names = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        names = {}
+    for name, held in list(names.items()):
+        yield f".{name}", held
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__")
+        for name in slots if slots and isinstance(slots, (tuple, list)) else ():
+            member: Any = base.__dict__.get(name)
+            if isa(member, MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    yield f".{name}", member.__get__(value)
+
+
+def _of_function(function: Any) -> Iterator[Part]:
+    """Yield what a function or a bound method holds: its object, closure, default arguments and attributes."""
+    if isa(function, MethodType):
+        yield ".__self__", function.__self__, None
+        function = function.__func__
+    if not isa(function, FunctionType):  # a method may be bound to any callable object
+        yield ".__func__", function, None
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f" (its closure): {name}", cell.cell_contents, None
+        except ValueError:  # not filled yet
+            continue
+    for i, held in enumerate(function.__defaults__ or ()):
+        yield f" (its default {i})", held, None
+    yield from ((f" (its default {name})", held, None) for name, held in (function.__kwdefaults__ or {}).items())
+    yield from ((more, held, None) for more, held in own(function))
+
+
+def _key_text(key: Any) -> str:
+    """Return a key as text if it is short and plain. The repr of a tensor would copy it from the GPU."""
+    text = repr(key) if type(key) in (str, int, bool, type(None)) else ""
+    return f"[{text}]" if 0 < len(text) < 40 else "[...]"
+
+
+def _only_leaves(values: Iterable[Any]) -> bool:
+    """Return whether all values are of leaf types. One set operation is fast enough for a tokenizer's 100,000 words."""
+    return set(map(type, values)) <= LEAF_TYPES
+
+
+@lru_cache(maxsize=4096)
+def is_users(module: str) -> bool:
+    """Return whether a module is the user's: not of the standard library, of an installed package, or of this package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and not is_installed(file))
+
+
+def isa(value: Any, kinds: Any) -> bool:
+    """Return isinstance(value, kinds) by the type alone: reading the `__class__` of a lazy proxy would load its target."""
+    return issubclass(type(value), kinds)
