@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
+from tests.speed import is_quick
 from toolkit.vram import hidden
 from toolkit.vram import owners as owners_module
 
@@ -231,6 +232,28 @@ def test_a_machine_that_stands_still_during_a_walk_hides_nothing_near(monkeypatc
     found = owners_module.find({"many": many, "near": [tensor()], "far": far})
     assert [holder.owner for holder in found.values()] == ["near[0]"]
     assert next(times) < 10
+
+
+def test_large_containers_hide_nothing_and_wait_for_everything_else():
+    rows = [{"ids": [1, 2, 3], "more": {"labels": [4, 5, 6]}} for _ in range(100_000)]
+    deep = {"a": {"b": {"c": {"d": tensor()}}}}
+    losses = [torch.ones((), device="vgpu") for _ in range(1500)]
+    limit = owners_module.Limit(0.05)
+    found = owners_module.find({"rows": rows, "losses": losses, "deep": deep}, limit)
+    assert {holder.owner for holder in found.values()} == {"deep['a']['b']['c']['d']", *(f"losses[{i}]" for i in range(1500))}
+    assert limit.reached
+    assert is_quick(lambda: hidden.find({"rows": rows, "losses": losses, "deep": deep}), 0.3)
+
+
+def test_a_measurement_says_that_a_search_ended_early(monkeypatch):
+    variables = {"many": [{"a": [[number]]} for number in range(3000)] + [{"a": tensor()}]}
+    exec("with tk.memory() as inner: pass", {"tk": tk, **variables}, names := {})
+    assert "many[3000]['a']" in set(names["inner"].by("owner")["owner"])
+    assert "owners not found" not in names["inner"].line()
+    monkeypatch.setattr(owners_module, "MOST", 2000)
+    exec("with tk.memory() as inner: pass", {"tk": tk, **variables}, names)
+    del variables
+    assert "owners not found: there are more objects than a search looks at" in names["inner"].line()
 
 
 def test_variables_of_the_users_modules_have_names(monkeypatch, tmp_path):

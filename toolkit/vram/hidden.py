@@ -29,11 +29,12 @@ from toolkit.trace.ledger import place_text, whole
 from toolkit.vram import owners
 from toolkit.vram.cycles import garbage
 from toolkit.vram.frames import of_frame, of_traceback
-from toolkit.vram.owners import Holder, Place
+from toolkit.vram.owners import Holder, Limit, Place
 from toolkit.vram.parts import LEAF_TYPES
 
 GARBAGE = "garbage"
 _LEAST = 1 << 20  # bytes without an owner below which no more are searched for, because a search takes 0.1 s and more
+_REST_S = 0.1  # seconds of processor time for the rest of large containers, if all large memory has an owner without it
 _MOST_S = 2.0  # seconds of processor time of a search
 _LEAST_LOOKED_AT = 4_000_000  # objects of a search in any case: a virtual machine may stand still, and this time passes
 _AT_ONCE = 16  # tensors of one search
@@ -48,24 +49,37 @@ _PLAIN = (dict, list, tuple, set, frozenset)
 Found = dict[Place, Holder]
 
 
-def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseException | None = None) -> tuple[Found, Found]:
+def find(
+    variables: Mapping[str, Any], shell: Any | None = None, error: BaseException | None = None, limit: Limit | None = None
+) -> tuple[Found, Found]:
     """Return the owners of memory that can be reached from `variables` or from the user's modules, and those of other memory.
 
     `error` is an error that is being handled, if any. Modules, running functions, widgets and reference cycles are searched
-    only if much memory has no owner without them. Of reference cycles, only the memory of GPUs is included.
+    only if much memory has no owner without them, and large containers only then to their end. Of reference cycles, only the
+    memory of GPUs is included. Afterwards, `limit.reached` says whether much memory has no owner because a walk ended early.
     """
-    visible = owners.find(variables)
+    limit = limit or Limit()
+    quick = Limit(_REST_S)
+    visible = owners.find(variables, quick)
     held = owners.walk(_of_errors(error)) | results(shell)
+    if quick.reached and _unnamed(visible | held):
+        visible = owners.find(variables, limit)
+    walked = {id(value) for value in variables.values()}
+
+    def walk(roots: Iterable[tuple[str, Any]]) -> Found:
+        return owners.walk((root for root in roots if id(root[1]) not in walked), limit)
+
     if _unnamed(visible | held):
         # A search ends after some number of values: those of this thread must not keep it from those of others.
-        held = owners.walk(_of_threads(others=True)) | owners.walk(_of_threads(others=False)) | held
+        held = walk(_of_threads(others=True)) | walk(_of_threads(others=False)) | held
     if _unnamed(visible | held):
-        visible |= {place: holder for place, holder in owners.walk(owners.of_modules()).items() if place not in visible | held}
+        visible |= {place: holder for place, holder in walk(owners.of_modules()).items() if place not in visible | held}
     if _unnamed(visible | held):
         roots = list(_of_widgets())  # a search looks at each of them before it follows any: the newest have one of their own
-        held = owners.walk(roots[_NEWEST:]) | owners.walk(roots[:_NEWEST]) | held
+        held = walk(roots[_NEWEST:]) | walk(roots[:_NEWEST]) | held
     if _unnamed(visible | held):
         held |= _garbage(visible | held)
+    limit.reached = limit.reached and _unnamed(visible | held)
     return visible, {place: holder for place, holder in held.items() if place not in visible}
 
 

@@ -289,7 +289,10 @@ class Scope:
         if error is not None:
             meta["failed"] = type(error).__name__
         try:
-            found = _holders(variables, error)
+            limit = owners.Limit()
+            found = _holders(variables, error, limit)
+            if limit.reached:
+                meta["problem"] = "there are more objects than a search looks at"
             meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
             self.use._trace = with_owners(trace, found, meta)
             full = _out_of_memory(error)
@@ -434,9 +437,11 @@ def _gpu_in(trace: Trace, device: object, path: object) -> int:
 # ---- owners
 
 
-def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[owners.Place, owners.Holder]:
+def _holders(
+    variables: Mapping[str, Any], error: BaseException | None, limit: owners.Limit | None = None
+) -> dict[owners.Place, owners.Holder]:
     """Return the owner of each place: variables first, then tracebacks and kept results."""
-    visible, held = hidden.find(variables, ipython_shell(), error)
+    visible, held = hidden.find(variables, ipython_shell(), error, limit)
     return held | visible
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from time import thread_time
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,9 @@ from toolkit.vram.parts import (
     LEAF_TYPES,
     LEAVES,
     PLAIN,
+    Part,
     elements,
+    is_leaf,
     is_users,
     isa,
     of_module,
@@ -39,6 +42,7 @@ from toolkit.vram.parts import (
 # Limits of one walk, so that no cell waits long.
 MOST = 200_000  # values
 _LEAST = 4096  # values that are walked in any case: a virtual machine may stand still, and processor time passes meanwhile
+_AT_ONCE = 1000  # parts of one value: the rest of a larger container waits until everything else is walked
 _MOST_NODES = 50_000  # nodes of autograd graphs
 _MOST_S = 0.5  # seconds of processor time: on a busy machine a walk takes longer, but finds the same
 _DEPTH = 16  # steps from a variable: of a module farther away, only what a graph reaches has an owner
@@ -60,11 +64,12 @@ class Holder:
 
 
 Place = tuple[str, int]  # device type, address
+_Value = tuple[str, Any, str | None, int]  # to be walked: path, value, kind of the tensors below, steps from a variable
 
 
-def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
+def find(variables: Mapping[str, Any], limit: Limit | None = None) -> dict[Place, Holder]:
     """Return the owner of each place in memory that can be reached from `variables`, named by the shortest path to it."""
-    return walk(users(variables).items())
+    return walk(users(variables).items(), limit)
 
 
 def of_modules() -> Iterator[tuple[str, Any]]:
@@ -130,11 +135,19 @@ def kind_by_place(where: str | None) -> str | None:
 # ---- the walk
 
 
-def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
+@dataclass
+class Limit:
+    """How long walks follow the rest of large containers, in seconds of processor time, and whether a walk ended early."""
+
+    rest_s: float = _MOST_S
+    reached: bool = False
+
+
+def walk(roots: Iterable[tuple[str, Any]], limit: Limit | None = None) -> dict[Place, Holder]:
     """Return the owner of each place in memory that can be reached from `roots`: pairs of a name and a value."""
     found: dict[Place, Holder] = {}
     graphs: list[tuple[str, torch.Tensor]] = []
-    reached = list(tensors(roots))
+    reached = list(tensors(roots, limit))
     told, rest = ([one for one in reached if (one[2] is None) is unknown] for unknown in (False, True))
     for path, tensor, kind in (*told, *_gradients((*told, *rest)), *rest):
         with suppress(Exception):  # other threads may change a tensor during the walk
@@ -148,24 +161,41 @@ def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
                 kind = None if isinstance(tensor, nn.Parameter) else "activations"
                 number = node._sequence_nr()
                 _note(found, f"{path} (its graph: {node.name()})", tensor, kind, number)
-                if tensor.is_leaf and tensor.grad is not None:
-                    _note(found, f"{path} (its graph: {node.name()}).grad", tensor.grad, "gradients", number)
+                gradient = _gradient(tensor)
+                if gradient is not None:
+                    _note(found, f"{path} (its graph: {node.name()}).grad", gradient, "gradients", number)
     return found
 
 
-def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor, str | None]]:
+def tensors(roots: Iterable[tuple[str, Any]], limit: Limit | None = None) -> Iterator[tuple[str, torch.Tensor, str | None]]:
     """Yield (path, tensor, kind) for each tensor that can be reached from `roots`, those with the shortest paths first.
 
     The kind is None if the path doesn't tell it. A tensor is yielded again for each path that does. Tensors that only an
     autograd graph holds are not yielded.
     """
+    limit = limit or Limit()
     seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
-    queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
-    optimized: deque[tuple[str, Any, str | None, int]] = deque()  # comes last, as its tensors may have another owner
-    ends_s = thread_time() + _MOST_S
-    while (queue or optimized) and len(seen) < MOST:
-        if len(seen) >= _LEAST and len(seen) % 128 == 0 and thread_time() > ends_s:  # a call takes 1 µs
-            break
+    queue: deque[_Value] = deque((path, value, None, 0) for path, value in roots)
+    rest: deque[tuple[Iterator[Part], str, str | None, int]] = deque()  # of large containers, each in turn
+    optimized: deque[_Value] = deque()  # comes last, as its tensors may have another owner
+    began_s, looked, over = thread_time(), 0, False
+    while queue or rest or optimized:
+        if looked >= _LEAST and (looked % 128 == 0 or not queue) and not over:  # reading the time takes 1 µs
+            over = thread_time() - began_s > (_MOST_S if queue else limit.rest_s)
+        if (over or len(seen) >= MOST) and (queue or rest):
+            limit.reached, over = True, True
+            queue.clear()
+            rest.clear()
+            continue
+        looked += 1
+        if not queue and rest:
+            some = rest.popleft()
+            with suppress(Exception):  # as below
+                count = _follow(queue, *some)
+                looked += count
+                if count == _AT_ONCE:
+                    rest.append(some)
+            continue
         last = not queue
         path, value, kind, depth = (queue or optimized).popleft()
         if type(value) in LEAF_TYPES:
@@ -181,23 +211,44 @@ def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tenso
         # reading a user's object may raise, and other threads may change it during the walk
         with suppress(Exception):
             if is_tensor:
-                if value.is_leaf and value.grad is not None:
-                    queue.append((f"{path}.grad", value.grad, None, depth + 1))
+                gradient = _gradient(value)
+                if gradient is not None:
+                    queue.append((f"{path}.grad", gradient, None, depth + 1))
                 if depth < _DEPTH:
                     queue.extend((f"{path}{more}", held, None, depth + 1) for more, held in of_tensor(value))
             elif depth < _DEPTH and not isa(value, LEAVES) and len(queue) < MOST:
-                parts = of_module(value, seen) if isa(value, nn.Module) else parts_of(value)
                 if isa(value, torch.optim.Optimizer):
                     optimized.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in optimized_by(value))
-                queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
+                module = isa(value, nn.Module)
+                parts = of_module(value, seen) if module else parts_of(value)
+                if _follow(queue, parts, path, kind, depth + 1, None if module else _AT_ONCE) == _AT_ONCE and not module:
+                    rest.append((parts, path, kind, depth + 1))
+
+
+def _follow(
+    queue: deque[_Value], parts: Iterator[Part], path: str, kind: str | None, depth: int, most: int | None = _AT_ONCE
+) -> int:
+    """Add up to `most` parts of the value at `path` to the queue. Return how many were looked at."""
+    count = 0
+    for more, held, own_kind in islice(parts, most):
+        count += 1
+        if not is_leaf(held):
+            queue.append((f"{path}{more}", held, own_kind or kind, depth))
+    return count
 
 
 def _gradients(reached: Iterable[tuple[str, torch.Tensor, str | None]]) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield the gradients of tensors, with their paths."""
     for path, tensor, _ in reached:
         with suppress(Exception):  # a class of tensors may refuse
-            if tensor.is_leaf and tensor.grad is not None:
-                yield f"{path}.grad", tensor.grad, "gradients"
+            gradient = _gradient(tensor)
+            if gradient is not None:
+                yield f"{path}.grad", gradient, "gradients"
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that a tensor keeps. Reading `.grad` of another one would warn."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str | None, node: int = -1) -> None:

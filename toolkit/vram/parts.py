@@ -47,6 +47,7 @@ _WRITTEN_IN_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, a flag of types
 _PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 PLAIN = frozenset((dict, *_CONTAINERS))  # types without attributes
+_SMALL = 64  # elements
 
 Part = tuple[str, Any, str | None]
 
@@ -128,10 +129,13 @@ def of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def elements(value: Any, kind: str | None) -> Iterator[Part]:
-    """Yield the elements of a mapping or a sequence, unless all of them are leaves."""
+    """Yield the elements of a mapping or a sequence, unless all of them are leaves, and likewise the keys of a mapping."""
     if isa(value, Mapping):
-        if not _only_leaves(value.values()):
-            yield from ((_key_text(key), held, kind) for key, held in list(value.items()))
+        keys, values = list(value), list(value.values())
+        if not _only_leaves(values):
+            yield from ((_key_text(key), held, kind) for key, held in zip(keys, values, strict=False))
+        if not _only_leaves(keys):
+            yield from ((f" (its key {i})", key, kind) for i, key in enumerate(keys))
     elif not _only_leaves(value):
         yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
 
@@ -176,6 +180,16 @@ def _key_text(key: Any) -> str:
     """Return a key as text if it is short and plain. The repr of a tensor would copy it from the GPU."""
     text = repr(key) if type(key) in (str, int, bool, type(None)) else ""
     return f"[{text}]" if 0 < len(text) < 40 else "[...]"
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether a value holds nothing of interest: a number, a text or the like, or a small container of such values."""
+    kind = type(value)
+    if kind in LEAF_TYPES:
+        return True
+    if kind not in PLAIN or len(value) > _SMALL:
+        return False
+    return _only_leaves(value) and (kind is not dict or _only_leaves(value.values()))
 
 
 def _only_leaves(values: Iterable[Any]) -> bool:
