@@ -1,5 +1,6 @@
 """Tests of memory budgets: they fail like a card of that size, and the error lists the owners and remedies."""
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -289,6 +290,20 @@ def test_a_budget_below_what_is_held_says_by_whom(gpu):
         tk.budget("1 MiB")
     with pytest.raises(BudgetError, match="the GPU has"):
         tk.budget("2 TiB")
+
+
+def test_an_error_in_a_group_says_who_held_what(gpu):
+    async def fails():
+        return torch.ones(8 << 20, device="vgpu")
+
+    async def both():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+
+    with pytest.raises(ExceptionGroup) as raised, tk.budget("16 MiB", gpu):
+        asyncio.run(both())
+    (note,) = raised.value.exceptions[0].__notes__
+    assert note.startswith("Where the memory went:\n32.0 MiB requested by")
 
 
 def test_budgets_nest_and_come_back(gpu):

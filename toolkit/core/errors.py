@@ -6,7 +6,8 @@ Each message says what was asked for, what was found instead, and what to do abo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 __all__ = [
@@ -107,3 +108,15 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameEr
     hint = f'Did you mean "{near[0]}"? ' if near else ""
     asked, do = f"{what} {brief(name, 200)}", f"{hint}Known: {', '.join(names) or 'none'}"
     return UnknownNameError(asked, "no such name", do, known=names)
+
+
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its causes, the errors that were handled when it was raised, and the members of groups, each once."""
+    seen: set[int] = set()
+    errors = deque([error])
+    while errors:
+        one = errors.popleft()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            errors += (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ()))

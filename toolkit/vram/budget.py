@@ -20,7 +20,7 @@ from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.vram import owners
 from toolkit.vram.hidden import user_variables
-from toolkit.vram.measure import Scope, explained, variables_of, why_out_of_memory
+from toolkit.vram.measure import Scope, explained, out_of_memory, variables_of, why_out_of_memory
 
 _LEAST = 2 << 20  # the smallest segment that CUDA's allocator takes from the driver
 
@@ -165,8 +165,9 @@ def _explain_errors(wanted: bool) -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, torch.OutOfMemoryError) and not explained(error):
-        why_out_of_memory(error, vars(sys.modules["__main__"]))
+    full = out_of_memory(error)
+    if full is not None and not explained(full):
+        why_out_of_memory(full, vars(sys.modules["__main__"]))
     _hooks.get("script", sys.__excepthook__)(kind, error, trace)
 
 
@@ -174,5 +175,6 @@ def _on_cell(result: Any) -> None:
     error, shell = result.error_in_exec, ipython_shell()
     if allocation_scopes.measuring():  # the scope around the cell explains the error itself
         return
-    if isinstance(error, torch.OutOfMemoryError) and not explained(error) and shell is not None:
-        print(why_out_of_memory(error, user_variables(shell)))
+    full = out_of_memory(error)
+    if full is not None and not explained(full) and shell is not None:
+        print(why_out_of_memory(full, user_variables(shell)))

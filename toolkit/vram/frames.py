@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
+
+from toolkit.core.errors import with_causes
 
 # Frames that hold the same values as the user's frames.
 _MACHINERY = ("/IPython/", "/toolkit/gpu/", "/toolkit/vram/", "/toolkit/ui/")
@@ -36,14 +38,29 @@ def of_frame(frame: FrameType) -> Iterator[tuple[str, Any]]:
             yield f"{name} in {frame.f_code.co_name}()", value
 
 
+def of_ended(held: FrameType | TracebackType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the user's functions that have ended, of a frame or of all frames of a traceback."""
+    running = {id(frame) for top in sys._current_frames().values() for frame in _callers(top)}
+    for frame in (held,) if isinstance(held, FrameType) else _frames(held):
+        if id(frame) not in running:
+            yield from of_frame(frame)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
 def of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the user's functions in the traceback of an error and of its causes, with their names."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        trace = error.__traceback__
-        while trace is not None:
-            for name, value in of_frame(trace.tb_frame):
-                yield f"{name} (the traceback of {type(error).__name__})", value
-            trace = trace.tb_next
-        error = error.__cause__ or error.__context__
+    """Yield the variables of the user's functions in the tracebacks of an error, its causes and groups, with names."""
+    for one in with_causes(error):
+        for frame in _frames(one.__traceback__):
+            for name, value in of_frame(frame):
+                yield f"{name} (the traceback of {type(one).__name__})", value

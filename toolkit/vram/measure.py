@@ -23,7 +23,7 @@ import torch
 
 from toolkit.core.callers import ipython_shell
 from toolkit.core.display import render
-from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief, kind_of
+from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief, kind_of, with_causes
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
@@ -295,7 +295,7 @@ class Scope:
                 meta["problem"] = "there are more objects than a search looks at"
             meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
             self.use._trace = with_owners(trace, found, meta)
-            full = _out_of_memory(error)
+            full = out_of_memory(error)
             if full is not None:
                 _explained(self.use, full, variables, found)
         except Exception as problem:  # inspecting a user's variables may raise, and must not hide the error of the user's code
@@ -311,15 +311,9 @@ def why_out_of_memory(error: BaseException, variables: Mapping[str, Any]) -> Sho
     return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
 
 
-def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """Return the out-of-memory error in the chain of causes of `error`, or None."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, torch.OutOfMemoryError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
+def out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """Return the out-of-memory error among `error`, its causes and the members of groups, or None."""
+    return next((one for one in with_causes(error) if isinstance(one, torch.OutOfMemoryError)), None)
 
 
 def explained(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.hidden import user_variables
-from toolkit.vram.measure import HOST_ONLY, MemoryUse, Scope, open_memory
+from toolkit.vram.measure import HOST_ONLY, MemoryUse, Scope, open_memory, out_of_memory
 from toolkit.vram.sessions import CellUse
 from toolkit.vram.what_if import CONTEXT_BYTES, what_if
 
@@ -175,7 +175,8 @@ class MemoryPanel(Panel):
 
     def _end(self, what: str, scope: Scope, error: BaseException | None) -> None:
         try:
-            use = scope.end(self._variables(), _cause(error))
+            full = out_of_memory(error)  # loading raises an error of its own from it
+            use = scope.end(self._variables(), error if full is None else full)
             use.ledger.blocks  # noqa: B018  # computed here, so that a click on its row responds at once
         except Exception as problem:  # such as variables that a cell changes meanwhile; the load must not fail
             self.note.value = f"{escape(what)} was not measured: {escape(f'{type(problem).__name__}: {problem}')}"
@@ -320,16 +321,6 @@ class MemoryPanel(Panel):
         self.cells_view.value = memory_picture.session_html(cells, details, magics.budget_bytes)
         goes_on = "press again to update" if magics.recorder else "<code>%memory on</code> measures more"
         self.cells_status.value = f"{len(cells)} cells measured; {goes_on}."
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """Return the out-of-memory error that caused `error`, if any, else `error`. Loading raises an error of its own."""
-    link, left = error, 20  # a chain may be a ring
-    while link is not None and left:
-        if isinstance(link, torch.OutOfMemoryError):
-            return link
-        link, left = link.__cause__ or link.__context__, left - 1
-    return error
 
 
 def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:

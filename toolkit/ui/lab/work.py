@@ -13,7 +13,7 @@ from html import escape
 
 import ipywidgets as widgets
 
-from toolkit.core.errors import CancelledError
+from toolkit.core.errors import CancelledError, with_causes
 from toolkit.ui.lab.fields import error_html
 from toolkit.ui.progress import ProgressBar
 
@@ -100,10 +100,6 @@ class Work(ProgressBar):
 
 def _without_frames(error: BaseException) -> BaseException:
     """Return `error` without tracebacks, its causes' included. A traceback keeps the tensors of its frames alive."""
-    link: BaseException | None = error
-    for _ in range(20):  # a chain may be a ring
-        if link is None:
-            break
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+    for one in with_causes(error):
+        one.__traceback__ = None
     return error
