@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import toolkit as tk
 from tests.speed import is_quick
-from toolkit.vram import owners
+from toolkit.vram import hidden, owners
 
 
 @pytest.fixture(autouse=True)
@@ -232,6 +232,29 @@ def test_a_graph_holds_the_weights_of_a_module_that_is_gone():
 def test_an_optimiser_holds_the_parameters_it_was_made_of():
     optimiser = torch.optim.AdamW(nn.Linear(4, 4).to("vgpu").parameters())
     assert names({"optimiser": optimiser})["optimiser.param_groups[...]['params'][0]"] == "weights"
+
+
+def test_large_containers_hide_nothing_and_wait_for_everything_else(monkeypatch):
+    rows = [{"ids": [1, 2, 3], "more": {"labels": [4, 5, 6]}} for _ in range(100_000)]
+    deep = {"a": {"b": {"c": {"d": tensor()}}}}
+    losses = [torch.ones((), device="vgpu") for _ in range(1500)]
+    assert is_quick(lambda: hidden.find({"rows": rows, "losses": losses, "deep": deep}), 0.3)
+    monkeypatch.setattr(owners, "MOST", 20_000)
+    limit = owners.Limit()
+    found = owners.find({"rows": rows, "losses": losses, "deep": deep}, limit)
+    assert {holder.owner for holder in found.values()} == {"deep['a']['b']['c']['d']", *(f"losses[{i}]" for i in range(1500))}
+    assert limit.reached
+
+
+def test_a_measurement_says_that_a_search_ended_early(monkeypatch):
+    variables = {"many": [{"a": [[number]]} for number in range(3000)] + [{"a": torch.ones(1 << 20, device="vgpu")}]}
+    exec("with tk.memory() as inner: pass", {"tk": tk, **variables}, names := {})
+    assert "many[3000]['a']" in set(names["inner"].by("owner")["owner"])
+    assert "owners not found" not in names["inner"].line()
+    monkeypatch.setattr(owners, "MOST", 2000)
+    exec("with tk.memory() as inner: pass", {"tk": tk, **variables}, names)
+    del variables
+    assert "owners not found: there are more objects than a search looks at" in names["inner"].line()
 
 
 def test_the_shortest_path_names_what_several_hold():

@@ -7,10 +7,12 @@ nothing else can reach them.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import lru_cache
 from itertools import chain
 from types import ModuleType
@@ -32,6 +34,7 @@ def garbage(objects: list[Any], over: Callable[[], bool]) -> tuple[list[Any], li
     children: dict[int, list[int]] = {}  # id of an object -> ids of the members that it refers to
     alive: set[int] = set()
     saved: set[int] = set()
+    tasks = [weakref.ref(one) for one in gc.get_objects() if type(one) is asyncio.Task]  # strong references would count
     new = objects
     while new:  # no variable of this function may refer to a member, which would count as a reference
         counts = dict(zip(map(id, new), _references(new), strict=True))
@@ -40,6 +43,7 @@ def garbage(objects: list[Any], over: Callable[[], bool]) -> tuple[list[Any], li
             alive.update(counts)
             break
         above = [one for one in gc.get_referrers(*new) if one is not new and one is not members]
+        above += _tasks_above(tasks, counts.keys(), set(map(id, above)))
         edges = [[i for i in map(id, gc.get_referents(one)) if i in counts] for one in above]
         held = Counter(chain.from_iterable(edges))
         undecided: set[int] = set()
@@ -61,6 +65,15 @@ def garbage(objects: list[Any], over: Callable[[], bool]) -> tuple[list[Any], li
         todo += reached
     dead = [one for i, one in members.items() if i not in alive and i not in saved]
     return dead, [one for i, one in members.items() if i in alive and not _is_namespace(one)]
+
+
+def _tasks_above(tasks: list[weakref.ref[Any]], wanted: Set[int], known: set[int]) -> list[Any]:
+    """Return the tasks that refer to an object in `wanted`, other than those in `known`.
+
+    `gc.get_referrers` doesn't find all of them: in Python 3.11, a task does not report the error with which it ended.
+    """
+    alive = [task for task in (ref() for ref in tasks) if task is not None and id(task) not in known]
+    return [task for task in alive if not wanted.isdisjoint(map(id, gc.get_referents(task)))]
 
 
 def _references(objects: list[Any]) -> list[int]:
