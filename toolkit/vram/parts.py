@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import re
 import sys
 import threading
 from collections import deque
@@ -29,12 +30,13 @@ from types import (
 )
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from toolkit.core.callers import is_installed
 from toolkit.gpu.device import Device
-from toolkit.vram.frames import locals_of, of_traceback
+from toolkit.vram.frames import locals_of, of_ended, of_traceback
 
 LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType, torch.dtype, torch.device)
 LEAF_TYPES = frozenset(LEAVES)
@@ -47,6 +49,10 @@ _WRITTEN_IN_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, a flag of types
 _PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 PLAIN = frozenset((dict, *_CONTAINERS))  # types without attributes
+# A cache of keys and values is known by its class or its attributes. Other caches hold results of functions and the like.
+_KV_NAME = re.compile(r"(?i)kv\w*cache|cache\w*kv|(key_?value|attention|attn|dynamic|static|sliding\w*|paged|quantized)_?cache")
+_KV_MODULES = ("transformers.cache_utils", "toolkit.models.cache")
+_KEYS_AND_VALUES = ({"kv"}, {"k", "v"}, {"keys", "values"}, {"k_cache", "v_cache"}, {"key_cache", "value_cache"})
 _SMALL = 64  # elements
 
 Part = tuple[str, Any, str | None]
@@ -62,7 +68,7 @@ def parts_of(value: Any) -> Iterator[Part]:
         return
     if "tokenizer" in name:  # holds 100,000 words, and no tensor of the user
         return
-    kind = "kv" if "cache" in name else None
+    kind, pandas = _kind_below(value), sys.modules.get("pandas")
     if isa(value, torch.optim.Optimizer):
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
@@ -87,7 +93,16 @@ def parts_of(value: Any) -> Iterator[Part]:
     elif isa(value, BaseException):
         yield from ((f" (its traceback): {more}", held, kind) for more, held in of_traceback(value))
         yield from ((more, held, kind) for more, held in own(value))
-    elif not isa(value, FrameType | TracebackType):
+    elif isa(value, FrameType | TracebackType):
+        yield from ((f": {more}", held, kind) for more, held in of_ended(value))
+    elif isa(value, np.ndarray):
+        if value.dtype == object and not _only_leaves(values := value.ravel().tolist()):
+            yield from (
+                (f"[{', '.join(map(str, at))}]", held, kind) for at, held in zip(np.ndindex(value.shape), values, strict=True)
+            )
+    elif pandas is not None and isa(value, pandas.DataFrame | pandas.Series):
+        yield from _of_table(value)
+    else:
         yield from ((more, held, kind) for more, held in own(value))
         if type(value).__flags__ & _WRITTEN_IN_C:  # such as an iterator, a method of a list or a cache of functools
             yield from ((" (inside)", held, kind) for held in gc.get_referents(value))
@@ -99,15 +114,15 @@ def of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
     while modules:
         path, module = modules.pop()
         names = vars(module)
-        for table in ("_parameters", "_buffers"):
+        kind = _kind_below(module)
+        for table, table_kind in (("_parameters", "weights"), ("_buffers", kind or "weights")):
             for name, tensor in names[table].items():
                 if tensor is not None:
-                    yield f"{path}.{name}", tensor, "weights"
+                    yield f"{path}.{name}", tensor, table_kind
         for name, child in names["_modules"].items():
             if child is not None and id(child) not in seen:
                 seen[id(child)] = child
                 modules.append((f"{path}.{name}", child))
-        kind = "kv" if "cache" in type(module).__name__.lower() else None
         for name, held in list(names.items()):
             if held if name in _HOOKS else name not in _MODULE_TABLES and type(held) not in LEAF_TYPES:
                 yield f"{path}.{name}", held, kind
@@ -149,12 +164,31 @@ def own(value: Any) -> Iterator[tuple[str, Any]]:
     for name, held in list(names.items()):
         yield f".{name}", held
     for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__")
-        for name in slots if slots and isinstance(slots, (tuple, list)) else ():
-            member: Any = base.__dict__.get(name)
-            if isa(member, MemberDescriptorType):
-                with suppress(AttributeError):  # not set
-                    yield f".{name}", member.__get__(value)
+        if "__slots__" in vars(base):
+            for name, member in list(vars(base).items()):
+                if isa(member, MemberDescriptorType):
+                    with suppress(AttributeError):  # not set
+                        yield f".{name}", member.__get__(value)
+
+
+def _of_table(table: Any) -> Iterator[Part]:
+    """Yield the columns of a pandas table that hold Python objects, and its attributes."""
+    columns = [("", table)]
+    if table.ndim == 2:
+        columns = [(_key_text(name), table.iloc[:, i]) for i, name in enumerate(table.columns)]
+    yield from ((more, column.to_numpy(), None) for more, column in columns if column.dtype == object)
+    yield from ((more, held, None) for more, held in own(table))
+
+
+def _kind_below(value: Any) -> str | None:
+    """Return the kind of the tensors that an object holds: "kv" for a cache of keys and values; None if it isn't known."""
+    kind = type(value)
+    if "cache" not in kind.__name__.lower():
+        return None
+    if any(_KV_NAME.search(base.__name__) or base.__module__.endswith(_KV_MODULES) for base in kind.__mro__):
+        return "kv"
+    names = {name[1:].lstrip("_") for name, _ in own(value)}
+    return "kv" if any(pair <= names for pair in _KEYS_AND_VALUES) else None
 
 
 def _of_function(function: Any) -> Iterator[Part]:
