@@ -1,4 +1,4 @@
-"""Tests of what objects hold: slots, keys, tables, frames and errors, and caches of several kinds."""
+"""Tests of what objects hold: slots, keys, tables, frames and errors, sparse tensors, and caches of several kinds."""
 
 import sys
 from functools import lru_cache
@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 import toolkit as tk
 from toolkit.vram import owners
@@ -119,3 +120,29 @@ def test_gradients_of_other_tensors_than_leaves_have_owners():
     y.retain_grad()
     y.sum().backward()
     assert names({"x": x, "y": y})["y.grad"] == "gradients"
+
+
+ROWS, COLUMNS = {"crow_indices", "col_indices", "values"}, {"ccol_indices", "row_indices", "values"}
+
+
+@pytest.mark.parametrize(
+    ("convert", "pieces"),
+    [
+        (torch.Tensor.to_sparse, {"_indices", "_values"}), (torch.Tensor.to_sparse_csr, ROWS),
+        (torch.Tensor.to_sparse_csc, COLUMNS), (lambda dense: dense.to_sparse_bsr((2, 2)), ROWS),
+    ],
+)  # fmt: skip
+def test_sparse_tensors_own_their_indices_and_values(gpu, convert, pieces):
+    x = convert(torch.eye(4)).to("vgpu")
+    x.requires_grad_()
+    before = gpu.now_ns()
+    found = names({"x": x})
+    assert gpu.now_ns() == before
+    assert found.keys() == {f"x.{piece}()" for piece in pieces}
+
+
+def test_sparse_gradients_have_an_owner():
+    table = nn.Embedding(10, 4, sparse=True).to("vgpu")
+    table(torch.arange(3).to("vgpu")).sum().backward()
+    kinds = names({"table": table})
+    assert kinds["table.weight.grad._indices()"] == kinds["table.weight.grad._values()"] == "gradients"

@@ -309,11 +309,11 @@ def _tensors() -> dict[int, Place]:
         new = [kind for kind in type.__subclasses__(new.pop()) if kind not in kinds] + new
         kinds.update(new)
     tensors = [value for value in gc.get_objects() if type(value) in kinds]
-    placed = [(tensor, owners.place_of(tensor)) for tensor in tensors]
+    placed = [(tensor, owners.memory_of(tensor)) for tensor in tensors]
     rows = [
-        (tensor.grad_fn is None, -tensor.untyped_storage().nbytes(), id(tensor), place)
-        for tensor, place in placed
-        if place is not None and place[0] != "cpu"
+        (tensor.grad_fn is None, -sum(n_bytes for _, _, n_bytes in memory), id(tensor), memory[-1][1])
+        for tensor, memory in placed
+        if memory and memory[-1][1][0] != "cpu"
     ]
     return {i: place for _, _, i, place in sorted(rows)}
 

@@ -111,7 +111,8 @@ def graphs(variables: Mapping[str, Any], found: Mapping[Place, Holder], needed: 
         seen: set[Any] = set()
         for other in (tensor for others, held in alike.items() if others != name for tensor in held.values()):
             seen.update(owners.nodes_of(other, seen))
-        places = {owners.place_of(held) for tensor in own.values() for _, held in owners.saved_by(tensor, seen)}
+        saved = [held for tensor in own.values() for _, held in owners.saved_by(tensor, seen)]
+        places = {place for held in saved for _, place, _ in owners.memory_of(held)}
         saves = sum(only[place].bytes for place in places if place in only)
         if saves and not any(id(tensor) in needed for tensor in own.values()):
             kept.append((name, [*own] != [name], all(tensor.numel() == 1 for tensor in own.values()), saves))

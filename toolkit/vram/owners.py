@@ -11,7 +11,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -50,6 +50,12 @@ _PYTHONS = re.compile(r"__\w+__")
 _NOTEBOOKS = re.compile(r"_+|_i+|_i?[0-9]+|_[ido]h|In|Out|__\w+__")  # inputs and results of cells, and Python's own names
 _KINDS_BY_FILE = {
     "models/cache.py": "kv", "models/cache_codes.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights",
+}  # fmt: skip
+
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
 }  # fmt: skip
 
 
@@ -122,6 +128,26 @@ def place_of(tensor: torch.Tensor) -> Place | None:
     except (RuntimeError, NotImplementedError, AttributeError):  # functional and fake tensors have no storage
         return None
     return (kind, address) if address else None
+
+
+def memory_of(tensor: torch.Tensor) -> list[tuple[str, Place, int]]:
+    """Return the memory of a tensor as (path, place, bytes). A sparse tensor has several pieces: its indices and its values."""
+    with suppress(RuntimeError, NotImplementedError):  # as above
+        parts = [(f".{name}()", part) for name, part in _of_sparse(tensor)] if tensor.layout in _SPARSE else [("", tensor)]
+        placed = [(more, place_of(part), part) for more, part in parts]
+        return [(more, place, part.untyped_storage().nbytes()) for more, place, part in placed if place is not None]
+    return []
+
+
+def _of_sparse(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the indices and values of a sparse tensor, which are views. On a virtual GPU, they would take time."""
+    timeless: AbstractContextManager[None] = nullcontext()
+    if tensor.device.type == "vgpu":
+        from toolkit.gpu.virtual.dispatch import machine
+
+        timeless = machine().from_tape()
+    with torch.no_grad(), timeless:
+        return [(name, getattr(tensor, name)()) for name in _SPARSE[tensor.layout]]
 
 
 def kind_by_place(where: str | None) -> str | None:
@@ -252,10 +278,9 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str | None, node: int = -1) -> None:
-    place = place_of(tensor)
-    if place is not None:
+    for more, place, n_bytes in memory_of(tensor):
         kind = kind or ("weights" if isinstance(tensor, nn.Parameter) else "activations")
-        found.setdefault(place, Holder(path, kind, tensor.untyped_storage().nbytes(), node))
+        found.setdefault(place, Holder(f"{path}{more}", kind, n_bytes, node))
 
 
 def nodes_of(tensor: torch.Tensor, seen: set[Any]) -> Iterator[Any]:
