@@ -68,7 +68,8 @@ def is_library(filename: str) -> bool:
 
 def _imports_torch(filename: str) -> bool:
     try:
-        return re.search(rb"\b(?:import|from)\s+torch\b", Path(filename).read_bytes()) is not None
+        text = Path(filename).read_bytes()
+        return b"torch" in text and re.search(rb"\b(?:import|from)\s+torch\b", text) is not None
     except OSError:
         return False
 
