@@ -187,6 +187,93 @@ class TestModules:
             torch.testing.assert_close(found, expected)
 
 
+class Labelled(torch.Tensor):
+    pass
+
+
+class Scaled(nn.Parameter):
+    def __new__(cls, data, scale=1.0, requires_grad=True):
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.scale = scale
+        return self
+
+
+class TestSubclasses:
+    @pytest.mark.parametrize("move", [True, False], ids=["moved", "made on the device"])
+    @pytest.mark.parametrize(
+        ("layer", "shape"),
+        [
+            (lambda **on: nn.LazyLinear(3, **on), (2, 5)),
+            (lambda **on: nn.LazyConv2d(3, 3, **on), (1, 2, 8, 8)),
+            (lambda **on: nn.LazyBatchNorm1d(**on), (2, 5)),
+        ],
+        ids=["linear", "convolution", "norm"],
+    )
+    def test_lazy_modules(self, layer, shape, move):
+        made = layer().to("vgpu") if move else layer(device="vgpu")
+        twin = pickle.loads(pickle.dumps(made))
+        assert made(ones(shape)).shape[1] in (3, 5)
+        assert [type(p) for p in made.parameters()] == [type(nn.Linear(1, 1).to("vgpu").weight)] * 2
+        assert twin.to("vgpu")(ones(shape)).device.type == "vgpu"
+        assert type(made.cpu().weight) is nn.Parameter
+        assert made(torch.ones(shape)).device.type == "cpu"
+
+    @pytest.mark.parametrize("data", [torch.ones(2, 2), ones], ids=["of the host", "of the device"])
+    def test_the_class_of_a_parameter_makes_parameters(self, data):
+        data = data if torch.is_tensor(data) else data(2, 2)
+        weight = nn.Linear(2, 2).to("vgpu").weight
+        made = type(weight)(data, requires_grad=False)
+        assert isinstance(made, nn.Parameter)
+        assert (made.device, made.requires_grad) == (data.device, False)
+        assert type(weight).__name__ == "Parameter"
+        assert repr(nn.Parameter(ones(1))) == "Parameter containing:\ntensor([1.], device='vgpu:0', requires_grad=True)"
+
+    def test_offloading_by_accelerate(self):
+        accelerate = pytest.importorskip("accelerate")
+        layer = nn.Linear(4, 4)
+        expected = layer(torch.ones(2, 4))
+        assert torch.equal(accelerate.cpu_offload(layer, execution_device=torch.device("vgpu"))(torch.ones(2, 4)), expected)
+
+    def test_a_subclass_of_parameter(self):
+        layer = nn.Linear(2, 2)
+        layer.weight = Scaled(torch.ones(2, 2), 4.0)
+        for device in ("vgpu", "cpu"):
+            weight = copy.deepcopy(layer.to(device).half()).weight
+            assert isinstance(weight, Scaled)
+            assert (layer.weight.scale, layer.weight.device.type) == (4.0, device)
+        assert type(layer.weight) is Scaled
+        assert isinstance(Scaled(ones(2), 3.0), nn.Parameter)
+        assert Scaled(ones(2), 3.0).scale == 3.0
+
+    @pytest.mark.parametrize(
+        "make", [lambda: torch.ones(2).as_subclass(Labelled).to("vgpu"), lambda: ones(2).as_subclass(Labelled)]
+    )
+    def test_a_subclass_of_tensor(self, make):
+        x = make()
+        for made in (x, x + 1, torch.ones(()) * x, x[0], *x.split(1), copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+            assert isinstance(made, Labelled)
+            assert isinstance(made, VirtualTensor)
+        assert type(x.cpu()) is Labelled
+        assert type(x.as_subclass(torch.Tensor)) is VirtualTensor
+        source = ones(2, requires_grad=True)
+        source.as_subclass(Labelled).sum().backward()
+        assert source.grad.tolist() == [1, 1]
+
+    def test_attributes_are_saved(self):
+        x, weight = ones(2), nn.Parameter(ones(2))
+        x.note, weight.note = "mine", "yours"
+        assert [pickle.loads(pickle.dumps(one)).note for one in (x, weight)] == ["mine", "yours"]
+
+    def test_a_subclass_that_dispatches_itself_is_refused(self):
+        class Traced(torch.Tensor):
+            @classmethod
+            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+                return func(*args, **(kwargs or {}))
+
+        with pytest.raises(TypeError, match="the virtual GPU does not support Traced, a subclass of Tensor with"):
+            ones(2).as_subclass(Traced)
+
+
 class TestFactories:
     @pytest.mark.parametrize(
         "make",

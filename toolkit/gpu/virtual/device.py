@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -49,6 +50,7 @@ from toolkit.gpu.virtual.torch_backend import (
     rms_norm,
     sparse,
     storage,
+    subclasses,
 )
 from toolkit.trace.events import Trace
 
@@ -270,8 +272,9 @@ def _register() -> None:
     pinned.install()
     accelerator.install()
     storage.install()
+    subclasses.install()
     moving_modules.install()
     recurrent.install()
     flex_attention.install()
-    for types in (of_optimizers, of_gradients):
-        types.append(tensor.VirtualTensor)  # optimizers work on lists of tensors, as on CUDA
+    for types in (of_optimizers, of_gradients):  # optimizers work on lists of tensors, as on CUDA
+        types.extend((tensor.VirtualTensor, subclasses.on_device(nn.Parameter)))

@@ -202,7 +202,7 @@ def _with_values_here(handler: Handler) -> Handler:
     """Return `handler` of an operation whose third operand may be on the host only if it has no dimensions."""
 
     def checked(args: Args, kwargs: Kwargs) -> Any:
-        if type(args[2]) is not VirtualTensor and args[2].dim():
+        if not isinstance(args[2], VirtualTensor) and args[2].dim():
             raise _unusable(args[2])
         return handler(args, kwargs)
 
@@ -214,7 +214,7 @@ def _view(func: Any) -> Handler:
     call = func._op
 
     def view(args: Args, kwargs: Kwargs) -> Any:
-        if torch.is_inference_mode_enabled() and type(args[0]) is VirtualTensor and not args[0].is_inference():
+        if torch.is_inference_mode_enabled() and isinstance(args[0], VirtualTensor) and not args[0].is_inference():
             with torch.inference_mode(False):  # as on CUDA, a view of an ordinary tensor is an ordinary tensor
                 return view(args, kwargs)
         out = call(*_hosts(args), **_named(kwargs))
@@ -229,7 +229,7 @@ def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
     call = call_of(func)
 
     def in_place(args: Args, kwargs: Kwargs) -> Any:
-        if type(args[0]) is not VirtualTensor:
+        if not isinstance(args[0], VirtualTensor):
             raise devices_differ(_CPU)
         call(*_hosts(args, host_from), **_named(kwargs, host_from))
         _execute_effects(func, args, kwargs, args[0])
@@ -292,7 +292,7 @@ def _like(func: Any, composite: Any, absent_from: int) -> Handler:
 
     def like(args: Args, kwargs: Kwargs) -> Any:
         state, of = here(), args[0]
-        if not sizes.seen or type(of) is not VirtualTensor or not of._host.is_meta:
+        if not sizes.seen or not isinstance(of, VirtualTensor) or not of._host.is_meta:
             return func._op_dk(composite, *args, **kwargs)
         outer, state.absent_from = state.absent_from, min(state.absent_from, absent_from)
         try:
@@ -362,6 +362,8 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
             out.append(x._host)
         elif kind in _PLAIN:
             out.append(x)
+        elif isinstance(x, VirtualTensor):  # of a subclass, such as a parameter
+            out.append(x._host)
         elif kind is list or kind is tuple:
             out.append(_hosts(x, 0 if host_from <= i else _NEVER))
         elif kind is torch.device:
@@ -392,7 +394,7 @@ def devices_differ(other: torch.device) -> RuntimeError:
 def _virtuals(xs: Iterable[Any]) -> list[VirtualTensor]:
     found = []
     for x in xs:
-        if type(x) is VirtualTensor:
+        if isinstance(x, VirtualTensor):
             found.append(x)
         elif type(x) is list or type(x) is tuple:
             found.extend(_virtuals(x))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _data: Any = torch.Tensor.data
 _setitem = torch.Tensor.__setitem__
-_OWN = ("_host", "_made_by")  # attributes that are not the user's
+OWN = ("_host", "_made_by")  # attributes that are not the user's
 _device: torch.device | None = None  # torch.device("vgpu", 0), once `register` has run
 
 
@@ -65,12 +65,16 @@ class VirtualTensor(torch.Tensor):
             text += f", grad_fn=<{type(self.grad_fn).__name__}>"
         elif self.requires_grad:
             text += ", requires_grad=True"
-        return f"Parameter containing:\n{text})" if isinstance(self, torch.nn.Parameter) else f"{text})"
+        return f"{text})"
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:
             return format(self.detach().item(), spec)
         return object.__format__(self, spec)
+
+    def __getstate__(self) -> dict[str, Any] | None:
+        """Return the attributes that the user set, which are pickled with the values."""
+        return {name: value for name, value in self.__dict__.items() if name not in OWN} or None
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
@@ -97,18 +101,11 @@ class VirtualTensor(torch.Tensor):
 
     def __copy__(self) -> torch.Tensor:
         """Return a tensor that shares the storage, as `copy.copy` does for any tensor."""
-        shared = self.detach().requires_grad_(self.requires_grad)
-        return torch.nn.Parameter(shared, self.requires_grad) if isinstance(self, torch.nn.Parameter) else shared
+        return torch.Tensor._make_subclass(type(self), self, self.requires_grad)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
-        """Copy the storage once for all tensors that share it, as `copy.deepcopy` does for any tensor.
-
-        A parameter is cloned without its gradient (torch/nn/parameter.py).
-        """
+        """Copy the storage once for all tensors that share it, as `copy.deepcopy` does for any tensor."""
         if id(self) in memo:
-            return memo[id(self)]
-        if isinstance(self, torch.nn.Parameter):
-            memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
@@ -117,7 +114,7 @@ class VirtualTensor(torch.Tensor):
             if self.grad is not None:
                 copied.grad = self.grad.__deepcopy__(memo)  # type: ignore[attr-defined]
         for name, value in self.__dict__.items():
-            if name not in _OWN:
+            if name not in OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))
         memo[id(self)] = copied
         return copied

@@ -57,7 +57,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
         return False
     if mask is not None and (causal or (mask.requires_grad and q.element_size() == 2)):
         return False
-    if not all(type(x) is VirtualTensor for x in (q, k, v, *(() if mask is None else (mask,)))):
+    if not all(isinstance(x, VirtualTensor) for x in (q, k, v, *(() if mask is None else (mask,)))):
         return False
     if sdp_choice(q, k, v, mask, dropout_p, causal, enable_gqa=gqa) == MATH:
         return False

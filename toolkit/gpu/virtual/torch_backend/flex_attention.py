@@ -20,6 +20,7 @@ from torch.nn.attention import flex_attention as public
 
 from toolkit.gpu.virtual.dispatch import COMPILED
 from toolkit.gpu.virtual.tensor import VirtualTensor
+from toolkit.gpu.virtual.torch_backend.subclasses import on_device
 
 _NO_GRADIENT = (
     "the virtual GPU does not support gradients of flex_attention: of query, key, value, or tensors that score_mod uses. "
@@ -73,6 +74,7 @@ def install() -> None:
     """Let `flex_attention` take tensors of the virtual GPU, for this process. It acts as before on other devices."""
     public._validate_device = _validate
     public.setup_compilation_env = _compilation_environment  # type: ignore[attr-defined]
-    operator.py_impl(VirtualTensor)(sdpa_dense)
+    for cls in (VirtualTensor, on_device(torch.nn.Parameter)):
+        operator.py_impl(cls)(sdpa_dense)
     operator.py_impl(DispatchKey.AutogradPrivateUse1)(_autograd)  # type: ignore[attr-defined]
     operator.py_impl(DispatchKey.AutocastPrivateUse1)(_autocast)  # type: ignore[attr-defined]

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from toolkit.core.signals import signals_deferred
-from toolkit.gpu.virtual.tensor import VirtualTensor
+from toolkit.gpu.virtual.tensor import OWN, VirtualTensor
+from toolkit.gpu.virtual.torch_backend.subclasses import on_device, on_host
 
 _apply = nn.Module._apply
 _data: Any = torch.Tensor.data
-_OF_A_KIND = ("_host", "_is_param")  # attributes that belong to the type of the tensor; all others are the user's
 
 
 def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -41,13 +41,12 @@ def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor],
 
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     """Set `tensor.data = value`, also if `value` is on the other device."""
-    if (type(value) is VirtualTensor) is (type(self) is VirtualTensor):
+    if isinstance(value, VirtualTensor) is isinstance(self, VirtualTensor):
         _data.__set__(self, value)
-        if type(value) is VirtualTensor:  # module.half(): the host tensor follows
+        if isinstance(value, VirtualTensor):  # module.half(): the host tensor follows
             self._host = value._host  # type: ignore[attr-defined]
     else:
-        moved = value.detach()
-        _become(self, nn.Parameter(moved, self.requires_grad) if isinstance(self, nn.Parameter) else moved)
+        _become(self, value.detach().requires_grad_(self.requires_grad and isinstance(self, nn.Parameter)))
 
 
 def _become(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -57,10 +56,15 @@ def _become(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _exchange(old: torch.Tensor, new: torch.Tensor) -> None:
-    given = {name: value for name, value in old.__dict__.items() if name not in _OF_A_KIND}
-    old.__class__, new.__class__ = new.__class__, old.__class__
+    given = {name: value for name, value in old.__dict__.items() if name not in OWN}
+    old.__class__, new.__class__ = _there(type(old), new), _there(type(new), old)
     old.__dict__, new.__dict__ = new.__dict__ | given, old.__dict__
     torch._C._swap_tensor_impl(old, new)  # type: ignore[attr-defined]
+
+
+def _there(cls: type, tensor: torch.Tensor) -> type:
+    """Return the class that a tensor of the class `cls` has on the device of `tensor`."""
+    return on_device(on_host(cls)) if isinstance(tensor, VirtualTensor) else on_host(cls)
 
 
 def install() -> None:

@@ -37,7 +37,7 @@ def _flatten_parameters(self: nn.RNNBase) -> None:
     weights: list[Any] = self._flat_weights
     if weights and weights[0].dtype not in CUDNN_TENSOR_DTYPES:  # bfloat16: every call packs them
         return
-    if not weights or not all(type(w) is VirtualTensor for w in weights) or len({w.dtype for w in weights}) > 1:
+    if not weights or not all(isinstance(w, VirtualTensor) for w in weights) or len({w.dtype for w in weights}) > 1:
         _flatten(self)
         return
     if len({w.data_ptr() for w in weights}) < len(weights):

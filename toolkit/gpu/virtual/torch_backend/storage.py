@@ -12,11 +12,13 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch._tensor import _rebuild_from_type_v2
 from torch.utils.serialization import config
 
 from toolkit.gpu.virtual.dispatch import machine
 from toolkit.gpu.virtual.effects.effect import WAIT, d2h, h2d
 from toolkit.gpu.virtual.tensor import VirtualTensor
+from toolkit.gpu.virtual.torch_backend.subclasses import on_host
 
 _new: Any = torch._C.StorageBase.__new__
 
@@ -69,8 +71,6 @@ def _reduce(self: VirtualTensor, protocol: Any) -> Any:
     host = self._host
     if host.is_meta:
         raise RuntimeError("a sizes-only tensor has no values to save")
-    if isinstance(self, torch.nn.Parameter):
-        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
     storage = torch.TypedStorage(wrap_storage=host.untyped_storage(), dtype=self.dtype, _internal=True)
     if config.save.use_pinned_memory_for_d2h:  # PyTorch then copies it with a function of C++, which takes no SavedStorage
         storage._fake_device = self.device
@@ -79,7 +79,9 @@ def _reduce(self: VirtualTensor, protocol: Any) -> Any:
     else:
         storage._untyped_storage = SavedStorage(host.untyped_storage())  # type: ignore[assignment]
     layout = self.storage_offset(), tuple(self.size()), self.stride()
-    return torch._utils._rebuild_tensor_v2, (storage, *layout, self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
+    args: Any = storage, *layout, self.requires_grad, OrderedDict()
+    make, cls, state = torch._utils._rebuild_tensor_v2, on_host(type(self)), self.__getstate__()  # type: ignore[attr-defined]
+    return (make, args) if cls is torch.Tensor and not state else (_rebuild_from_type_v2, (make, cls, args, state))
 
 
 def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
