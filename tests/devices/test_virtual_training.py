@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.torch_backend import pinned
 
 
 @pytest.fixture(autouse=True)
@@ -171,14 +172,38 @@ class TestPinned:
             lambda: torch.tensor([1, 2], pin_memory=True),
             lambda: torch.zeros_like(torch.ones(4), pin_memory=True),
             lambda: torch.ones(8).pin_memory()[2:5],
+            lambda: torch.ones(2).new_empty(3, pin_memory=True),
+            lambda: torch.normal(0.0, 1.0, (3,), pin_memory=True),
+            lambda: torch.fft.fftfreq(3, pin_memory=True),
+            lambda: torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), pin_memory=True),
         ],
-        ids=["pin_memory()", "empty", "zeros", "tensor", "like", "view"],
+        ids=["pin_memory()", "empty", "zeros", "tensor", "like", "view", "new_empty", "normal", "fftfreq", "sparse"],
     )
     def test_is_known(self, make):
         host = make()
         assert host.device.type == "cpu"
         assert host.is_pinned()
         assert not torch.ones(4).is_pinned()
+
+    def test_every_factory_of_this_pytorch_can_pin(self):
+        schemas = torch._C._jit_get_all_schemas()
+        names = {s.name.removeprefix("aten::") for s in schemas if "pin_memory" in {a.name for a in s.arguments}}
+        public = {name for name in names - {"to", "from_file"} if hasattr(torch, name) or hasattr(torch.Tensor, name)}
+        known = {name for names in pinned._FACTORIES.values() for name in names}
+        assert {name for name in public if not name.startswith("_")} <= known
+
+    @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
+    def test_the_parts_of_a_sparse_tensor(self, gpu, layout):
+        sparse = torch.eye(3).to_sparse(layout=getattr(torch, layout))
+        host = sparse.pin_memory()
+        with gpu.record() as trace:
+            moved = host.to("vgpu", non_blocking=True)
+        assert (host.is_pinned(), sparse.is_pinned(), host.layout) == (True, False, sparse.layout)
+        assert torch.equal(host.to_dense(), torch.eye(3))
+        assert trace["pinned"][trace.is_kind("h2d")].all()
+        assert not trace.is_kind("sync").any()
+        with pytest.raises(RuntimeError, match="cannot pin a tensor on vgpu:0"):
+            moved.pin_memory()
 
     def test_not_for_device_tensors(self):
         x = torch.ones(3, device="vgpu")

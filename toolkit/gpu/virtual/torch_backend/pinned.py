@@ -22,10 +22,18 @@ from toolkit.gpu.virtual.tensor import VirtualTensor
 from toolkit.gpu.virtual.threads import finish
 
 _pin_memory, _is_pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
-_FACTORIES = (
-    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "empty_strided", "tensor", "eye", "linspace",
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-)  # fmt: skip
+_FACTORIES: dict[Any, tuple[str, ...]] = {  # all functions that accept pin_memory=True
+    torch: (
+        "arange", "bartlett_window", "blackman_window", "empty", "empty_like", "empty_permuted", "empty_quantized",
+        "empty_strided", "eye", "full", "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace",
+        "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+        "range", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor",
+        "sparse_csc_tensor", "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+    ),
+    torch.Tensor: ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    torch.fft: ("fftfreq", "rfftfreq"),
+}  # fmt: skip
+_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 _pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address of the storage object
 
@@ -39,9 +47,21 @@ def _mark(host: torch.Tensor) -> torch.Tensor:
 
 def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
     """Return whether a host tensor is in pinned memory; False for a tensor on a device, as torch.Tensor.is_pinned."""
-    if self.device.type != "cpu" or self.layout is not torch.strided:
+    if self.layout is not torch.strided:
+        parts = _parts(self)
+        return bool(parts) and is_pinned(parts[-1])
+    if self.device.type != "cpu":
         return False
     return self.untyped_storage()._cdata in _pinned or (torch.cuda.is_available() and _is_pinned_for_cuda(self))
+
+
+def _parts(sparse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the indices and the values of a sparse tensor; nothing if it has another layout."""
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in _BY_ROWS:
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return (sparse.ccol_indices(), sparse.row_indices(), sparse.values()) if sparse.layout in _BY_COLUMNS else ()
 
 
 def _is_pinned_for_cuda(host: torch.Tensor) -> bool:
@@ -53,9 +73,13 @@ def _is_pinned_for_cuda(host: torch.Tensor) -> bool:
 def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     """Return a copy in pinned memory, or the tensor itself if it is pinned. Raises RuntimeError for a device tensor."""
     if self.device.type != "cpu":
-        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+        raise RuntimeError(f"cannot pin a tensor on {self.device}: only CPU tensors can be pinned")
     if is_pinned(self):
         return self
+    if parts := [pin_memory(part) for part in _parts(self)]:
+        options = {"is_coalesced": self.is_coalesced()} if self.layout is torch.sparse_coo else {"layout": self.layout}
+        make: Any = torch.sparse_coo_tensor if self.layout is torch.sparse_coo else torch.sparse_compressed_tensor
+        return make(*parts, self.size(), **options)
     if not torch.cuda.is_available():
         return _mark(self.clone())
     with warnings.catch_warnings():  # as above
@@ -117,12 +141,13 @@ def install() -> None:
     from torch.utils import _device
 
     _device._device_constructors()  # caches the original factories, to which a default device applies
-    for name in _FACTORIES:
-        original = getattr(torch, name)
-        replacement = _pinning(original)
-        scripted = _builtins._find_builtin(original)
-        if scripted is not None:
-            _builtins._register_builtin(replacement, scripted)
-        setattr(torch, name, replacement)
+    for owner, names in _FACTORIES.items():
+        for name in names:
+            original = getattr(owner, name)
+            replacement = _pinning(original)
+            scripted = _builtins._find_builtin(original)
+            if scripted is not None:
+                _builtins._register_builtin(replacement, scripted)
+            setattr(owner, name, replacement)
     SPECIAL["_to_copy"] = _to_copy
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
