@@ -5,12 +5,14 @@ The figures on an H200 that the rules rest on are those of `tests/programs/h200.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from toolkit.gpu.opening import open_device
@@ -230,6 +232,38 @@ class TestAttention:
         with gpu.record() as parts:
             F.scaled_dot_product_attention(q, q, q, attn_mask=mask.t())
         assert fused.is_kind("kernel").sum() == 1 < parts.is_kind("kernel").sum()
+
+    @pytest.mark.parametrize(
+        ("backends", "options", "kernels"),
+        [
+            (SDPBackend.CUDNN_ATTENTION, {}, 1),
+            (SDPBackend.FLASH_ATTENTION, {}, 1),
+            (SDPBackend.EFFICIENT_ATTENTION, {"mask": True, "dtype": torch.float32}, 1),
+            ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], {}, 1),
+            (SDPBackend.FLASH_ATTENTION, {"dtype": torch.float32}, "No available kernel"),
+            (SDPBackend.FLASH_ATTENTION, {"mask": True}, "No available kernel"),
+            (SDPBackend.CUDNN_ATTENTION, {"dtype": torch.float32}, "No available kernel"),
+            (SDPBackend.CUDNN_ATTENTION, {"dropout_p": 0.1}, "No available kernel"),
+            (SDPBackend.EFFICIENT_ATTENTION, {"dtype": torch.float32, "width": 6}, "No available kernel"),
+            ([], {}, "No viable backend"),
+        ],
+    )
+    def test_the_user_chooses_the_implementation(self, gpu, backends, options, kernels):
+        options = dict(options)
+        dtype, width = options.pop("dtype", torch.float16), options.pop("width", 16)
+        q = torch.ones(1, 2, 8, width, device="vgpu", dtype=dtype)
+        if options.pop("mask", False):
+            options["attn_mask"] = torch.zeros(8, 8, device="vgpu", dtype=dtype)
+        refused = pytest.raises(RuntimeError, match=kernels) if isinstance(kernels, str) else nullcontext()
+        with gpu.record() as trace, sdpa_kernel(backends), refused:
+            F.scaled_dot_product_attention(q, q, q, **options)
+        assert isinstance(kernels, str) or trace.is_kind("kernel").sum() == kernels
+
+    def test_the_order_of_implementations(self, gpu):
+        q = torch.ones(1, 2, 8, 16, device="vgpu", dtype=torch.float16)
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True), gpu.record() as trace:
+            F.scaled_dot_product_attention(q, q, q)
+        assert trace.is_kind("kernel").sum() > 1
 
 
 class TestFlexAttention:

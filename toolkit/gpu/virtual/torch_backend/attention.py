@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.gpu.virtual.dispatch import SPECIAL
+from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.effects.attention import MASK_ALIGNMENT, MATH, SUMS_ALIGNMENT, aligned, sdp_choice
 from toolkit.gpu.virtual.host_kernels import HOSTS
 from toolkit.gpu.virtual.tensor import VirtualTensor
@@ -52,14 +52,14 @@ def attention(
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, gqa: bool) -> bool:
     """Return whether CUDA uses one fused kernel, and the host's fused kernel supports the operands."""
-    cuda = torch.backends.cuda
-    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()):  # sdpa_kernel(SDPBackend.MATH)
-        return False
-    if mask is not None and (causal or (mask.requires_grad and q.element_size() == 2)):
+    if mask is not None and causal:  # an error
         return False
     if not all(isinstance(x, VirtualTensor) for x in (q, k, v, *(() if mask is None else (mask,)))):
         return False
-    if sdp_choice(q, k, v, mask, dropout_p, causal, enable_gqa=gqa) == MATH:
+    capability = machine().spec.compute_capability
+    if sdp_choice(q, k, v, mask, dropout_p, causal, enable_gqa=gqa, capability=capability) == MATH:
+        return False
+    if mask is not None and mask.requires_grad and q.element_size() == 2:
         return False
     return q.shape[-1] == v.shape[-1] and q.shape[1] % k.shape[1] == 0 and (gqa or q.shape[1] == k.shape[1])
 
