@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import comm, replicate
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -260,6 +261,43 @@ class TestPinned:
             return torch.zeros(n)
 
         assert make(3).tolist() == [0, 0, 0]
+
+
+class TestDataParallel:
+    @pytest.mark.parametrize("where", ["cpu", "vgpu"])
+    def test_the_module_runs_on_the_only_gpu(self, gpu, where):
+        layer = nn.DataParallel(nn.Linear(2, 2).to("vgpu"), device_ids=[0])
+        x = torch.ones(3, 2, device=where)
+        with gpu.record() as trace:
+            y = layer(x)
+        y.sum().backward()
+        assert y.device.type == "vgpu"
+        assert trace["bytes"][trace.is_kind("h2d")].tolist() == [24] * (where == "cpu")
+        assert not trace.is_kind("d2d").any()
+        assert layer.module.weight.grad.tolist() == [[3, 3], [3, 3]]
+
+    def test_a_replica_gives_its_gradient_to_the_module(self):
+        layer = nn.Linear(2, 2).to("vgpu")
+        (replica,) = replicate(layer, [0])
+        replica(torch.ones(3, 2, device="vgpu")).sum().backward()
+        assert layer.weight.grad.tolist() == [[3, 3], [3, 3]]
+
+    def test_tensors_are_scattered_and_gathered(self):
+        host, parts = torch.arange(3.0), [torch.ones(1, device="vgpu"), torch.zeros(2, device="vgpu")]
+        assert [x.tolist() for x in comm.scatter(host, [0])] == [[0, 1, 2]]
+        assert [x.tolist() for x in comm.scatter(host, out=parts)] == [[0], [1, 2]]
+        assert comm.gather(parts, destination=0).tolist() == [0, 1, 2]
+        assert comm.gather(parts, destination="cpu").device.type == "cpu"
+        assert [x.tolist() for x in comm.broadcast(parts[0], out=[torch.ones(1, device="vgpu")])] == [[0]]
+        assert comm.broadcast(parts[0], [0])[0] is parts[0]
+        assert comm.broadcast(host, [0])[0].device.type == "vgpu"
+
+    @pytest.mark.parametrize(
+        "work", [lambda x: comm.broadcast(x, [0, 1]), lambda x: comm.scatter(x, [1]), lambda x: comm.gather([x], destination=1)]
+    )
+    def test_there_is_one_gpu(self, work):
+        with pytest.raises(RuntimeError, match="the only virtual GPU is vgpu:0"):
+            work(torch.ones(4, device="vgpu"))
 
 
 AFTER_A_CPU_PASS = """

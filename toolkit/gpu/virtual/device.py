@@ -45,6 +45,7 @@ from toolkit.gpu.virtual.torch_backend import (
     moving_modules,
     nested,
     one_hot,
+    parallel,
     pinned,
     recurrent,
     rms_norm,
@@ -276,5 +277,6 @@ def _register() -> None:
     moving_modules.install()
     recurrent.install()
     flex_attention.install()
+    parallel.install()
     for types in (of_optimizers, of_gradients):  # optimizers work on lists of tensors, as on CUDA
         types.extend((tensor.VirtualTensor, subclasses.on_device(nn.Parameter)))
