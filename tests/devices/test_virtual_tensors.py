@@ -574,6 +574,32 @@ class TestSaving:
         assert torch.UntypedStorage(8).device.type == "cpu"
 
 
+class TestDlpack:
+    @pytest.mark.parametrize("module", [torch, torch.utils.dlpack])
+    def test_pytorch_shares_the_memory(self, gpu, module):
+        x = ones(3)
+        with gpu.record() as trace:
+            y = module.from_dlpack(x)
+        y.add_(1)
+        assert x.tolist() == [2, 2, 2]
+        assert len(trace) == 0
+        assert module.from_dlpack(x, copy=True).add_(1).tolist() == [3, 3, 3]
+        assert module.from_dlpack(x, device="cpu").device.type == "cpu"
+        assert x.tolist() == [2, 2, 2]
+        assert module.from_dlpack(np.ones(2)).tolist() == [1, 1]
+
+    @pytest.mark.parametrize("share", [np.from_dlpack, lambda x: torch.to_dlpack(x), lambda x: x.__dlpack__(stream=None)])
+    def test_other_libraries_can_not_read_it(self, share):
+        with pytest.raises(BufferError, match=r"only PyTorch can read the memory of the virtual GPU.*Use Tensor\.cpu\(\)"):
+            share(ones(3))
+
+    def test_what_dlpack_refuses(self):
+        with pytest.raises(BufferError, match="require gradient"):
+            torch.from_dlpack(ones(3, requires_grad=True))
+        with pytest.raises(ValueError, match="without copying"):
+            torch.from_dlpack(ones(3), device="cpu", copy=False)
+
+
 class TestTransforms:
     def test_vmap(self):
         assert torch.vmap(lambda a: a * 2 + a.sum())(ones(3, 4)).tolist() == [[6.0] * 4] * 3

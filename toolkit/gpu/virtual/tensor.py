@@ -99,6 +99,15 @@ class VirtualTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
 
+    def __dlpack_device__(self) -> Any:  # type: ignore[override]
+        raise BufferError(
+            f"only PyTorch can read the memory of the virtual GPU, {self.device}. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.__dlpack_device__()
+
     def __copy__(self) -> torch.Tensor:
         """Return a tensor that shares the storage, as `copy.copy` does for any tensor."""
         return torch.Tensor._make_subclass(type(self), self, self.requires_grad)

@@ -3,7 +3,7 @@
 """Storages on the virtual GPU, as `torch.load(map_location="vgpu")` and `torch.UntypedStorage(device="vgpu")` create them.
 
 PyTorch itself would crash while allocating such a storage. A `DeviceStorage` is host memory that reports the virtual GPU as its
-device; device memory is allocated when a tensor uses it. `torch.save` writes a `SavedStorage`.
+device; device memory is allocated when a tensor uses it. `torch.save` writes a `SavedStorage`. DLPack shares storages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._tensor import _rebuild_from_type_v2
+from torch.utils import dlpack
 from torch.utils.serialization import config
 
 from toolkit.gpu.virtual.dispatch import machine
@@ -21,6 +22,7 @@ from toolkit.gpu.virtual.tensor import VirtualTensor
 from toolkit.gpu.virtual.torch_backend.subclasses import on_host
 
 _new: Any = torch._C.StorageBase.__new__
+_from_dlpack, _capsule = dlpack.from_dlpack, torch._C._to_dlpack  # type: ignore[attr-defined]
 
 
 class DeviceStorage(torch.UntypedStorage):
@@ -92,8 +94,27 @@ def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     return _new(DeviceStorage, *args, **kwargs)
 
 
+def from_dlpack(ext_tensor: Any, *, device: Any = None, copy: bool | None = None) -> torch.Tensor:
+    """Replace torch.from_dlpack. A tensor of the virtual GPU never leaves PyTorch: the result shares its memory."""
+    if not isinstance(ext_tensor, VirtualTensor):
+        return _from_dlpack(ext_tensor, device=device, copy=copy)
+    if ext_tensor.requires_grad:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+    wanted = ext_tensor.device if device is None else torch.device(device)
+    if wanted.type != "vgpu" and copy is False:
+        raise ValueError(f"cannot move DLPack tensor from device {ext_tensor.device} to {wanted} without copying")
+    return ext_tensor.detach().to(wanted, copy=bool(copy))
+
+
+def _to_dlpack(tensor: torch.Tensor) -> Any:
+    """Replace torch.to_dlpack. Raises BufferError for a tensor of the virtual GPU."""
+    return tensor.__dlpack__() if isinstance(tensor, VirtualTensor) else _capsule(tensor)
+
+
 def install() -> None:
-    """Make torch.UntypedStorage create storages on the virtual GPU, and pickle those of its tensors, in this process."""
+    """Replace PyTorch's functions for storages, pickling and DLPack in this process. They act as before on other devices."""
     torch.UntypedStorage.__new__ = _make  # type: ignore[method-assign, assignment]
     SavedStorage.device = torch.device("vgpu", 0)
+    for module in (torch, dlpack):
+        module.from_dlpack, module.to_dlpack = from_dlpack, _to_dlpack  # type: ignore[attr-defined, assignment]
     VirtualTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign, assignment]
