@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import aot_function, nop
 from torch import nn
 from torch.utils.serialization import config
 
@@ -622,6 +623,30 @@ class TestTransforms:
         found.sum().backward()
         assert torch.equal(found.detach().cpu(), layer(ones(2, 3)).detach().cpu())
         assert layer.weight.grad.device.type == "vgpu"
+
+    @pytest.mark.parametrize("above", [0, 2])
+    @pytest.mark.parametrize("where", ["cpu", "vgpu"])
+    def test_cond_runs_one_branch(self, gpu, above, where):
+        x, one = ones(2, 5), torch.ones((), device=where)
+        with gpu.record() as trace:
+            y = torch.cond(one > above, lambda a: a + 1, lambda a: a - 1, (x,))
+        assert y[0, 0].item() == (2 if above == 0 else 0)
+        assert trace.is_kind("kernel").sum() == 1 + (where == "vgpu")
+        assert trace.is_kind("d2h").sum() == (where == "vgpu")
+
+    def test_cond_still_compiles_for_the_cpu(self):
+        program = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True)
+        assert torch.equal(program(torch.ones(3)), torch.ones(3).sin())
+        assert torch.equal(torch.cond(torch.tensor(False), torch.sin, torch.cos, (torch.ones(3),)), torch.ones(3).cos())
+
+    def test_aot_autograd(self, gpu):
+        x = ones(2, requires_grad=True)
+        traced = aot_function(lambda a: a * 2, nop)
+        traced(x).sum().backward()
+        assert x.grad.tolist() == [2, 2]
+        with gpu.record() as trace:
+            traced(x)
+        assert trace.is_kind("kernel").sum() == 1
 
     @pytest.mark.parametrize("grad", [False, True])
     def test_views_in_inference_mode(self, grad):

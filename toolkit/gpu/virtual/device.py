@@ -38,6 +38,7 @@ from toolkit.gpu.virtual.torch_backend import (
     accelerator,
     attention,
     autocast,
+    conditions,
     ctc_loss,
     flex_attention,
     linear,
@@ -278,5 +279,6 @@ def _register() -> None:
     recurrent.install()
     flex_attention.install()
     parallel.install()
+    conditions.install()
     for types in (of_optimizers, of_gradients):  # optimizers work on lists of tensors, as on CUDA
         types.extend((tensor.VirtualTensor, subclasses.on_device(nn.Parameter)))

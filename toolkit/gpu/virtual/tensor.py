@@ -99,6 +99,10 @@ class VirtualTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
 
+    def __coerce_same_metadata_as_tangent__(self, meta: Any, expected_type: Any = None) -> VirtualTensor:
+        """Return the tensor as a gradient for a backward pass of AOTAutograd, which has traced it as an ordinary tensor."""
+        return self
+
     def __dlpack_device__(self) -> Any:  # type: ignore[override]
         raise BufferError(
             f"only PyTorch can read the memory of the virtual GPU, {self.device}. "
