@@ -358,11 +358,9 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
     out: list[Any] = []
     for i, x in enumerate(args):
         kind = type(x)
-        if kind is VirtualTensor:
-            out.append(x._host)
-        elif kind in _PLAIN:
+        if kind in _PLAIN:
             out.append(x)
-        elif isinstance(x, VirtualTensor):  # of a subclass, such as a parameter
+        elif issubclass(kind, VirtualTensor):
             out.append(x._host)
         elif kind is list or kind is tuple:
             out.append(_hosts(x, 0 if host_from <= i else _NEVER))
