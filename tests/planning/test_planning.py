@@ -1,6 +1,7 @@
 """Tests of plans: predicted bytes against allocations on the virtual GPU and an H200, options, tables, oversized models."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,3 +367,14 @@ def test_on_the_cpu_the_scores_of_all_heads_count():
     assert many == 10 * few == 3 * 4 * 16 * 512 * 40960
     with pytest.raises(tk.ToolkitError, match="levers="):
         tk.plan(shapes, "cpu", levers={"weights_as_inputs": False})
+
+
+def test_heads_without_a_quantized_cache_leave_the_plain_one():
+    demo = describe("demo/qwen3")
+    shapes = type(demo)(replace(demo.config, head_dim=18), tk.device("cpu"))
+    plan = tk.plan(shapes, "h200", run_budget="700 MiB")
+    assert plan.kv is None
+    assert not plan.fits
+    assert "kv=" not in plan.problems[0].do
+    with pytest.raises(tk.ToolkitError, match="head_dim is 18"):
+        tk.plan(shapes, "h200", kv="int8")

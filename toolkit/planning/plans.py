@@ -237,7 +237,13 @@ def plan_of(
     whole = has if run_budget is None else run_budget
     tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
     for one in tried:
-        parts = {id(model): sizes_of(model, one) for model in models}  # equal parts are one model
+        try:
+            parts = {id(model): sizes_of(model, one) for model in models}  # equal parts are one model
+        except ModelError:  # heads of a size that the kernels of this format don't support
+            if kv != "auto":
+                raise
+            continue
+        chosen = one
         ranks = tuple(parts[id(model)] for model in models)
         sizes = max(ranks, key=lambda each: each.weights)
         chunk = prefill_chunk or sizes.chunk(card)
@@ -247,7 +253,7 @@ def plan_of(
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
     export = _export(sizes, context, levers, compilers)
     found = Plan(
-        name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk,
+        name, card, context, budget, whole, chosen, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk,
         unquantized_text(getattr(models[0], "unquantized", {})),
     )  # fmt: skip
     return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found, models)))
