@@ -92,6 +92,14 @@ def least_context(model: CausalLM) -> int:
     return max(4, *(getattr(module, "window", None) or 0 for module in model.modules()))
 
 
+class _Fake(FakeTensorMode):
+    """Fake tensors on CUDA without a GPU. PyTorch 2.15 would start CUDA for them while a virtual GPU is in use."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return not torch.cuda.is_available()
+
+
 class Anatomy:
     """The `pieces` of a model in the order in which they run, with caches for `context` tokens in the format `kv`.
 
@@ -100,7 +108,7 @@ class Anatomy:
 
     def __init__(self, model: CausalLM, context: int, kv: str | None = None) -> None:
         self.model, self.context, self.kv = model, context, kv
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _Fake(allow_non_fake_inputs=True)
         self.empty = partial(torch.empty, device=model.device.torch)
         self.hidden = partial(self.empty, dtype=model.dtype)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
