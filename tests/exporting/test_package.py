@@ -81,7 +81,7 @@ def test_other_formats(package, version):
     manifest = json.loads((package / folders.MANIFEST).read_bytes()) | {"version": version, "sha256": ""}
     own = hashlib.sha256(json.dumps(manifest, indent=1, sort_keys=True).encode()).hexdigest()
     (package / folders.MANIFEST).write_text(json.dumps(manifest | {"sha256": own}, indent=1, sort_keys=True))
-    refused(package, r"it has format version .*, and this toolkit reads version 2", trust=True)
+    refused(package, r"it has format version .*, and this toolkit reads version 3", trust=True)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def manifest() -> dict[str, Any]:
     model = {"architecture": "qwen3", "config": {"num_hidden_layers": 2}, "dtype": "float32", "schemes": {}, "joined": False}
     phases = [{"name": "run", "parts": {"weights": 5}, "host_bytes": 7}]
     return {
-        "format": "decode-toolkit package", "version": 2, "made": "2026-01-01", "context": 64, "chunk": 64, "least": 2,
+        "format": "decode-toolkit package", "version": 3, "made": "2026-01-01", "context": 64, "chunk": 64, "least": 2,
         "kv": None, "pieces": pieces, "last": [None, 0.0, None], "compiled": {"x": {"decode": code, "prefill": code}},
         "files": {code: entry, weights: entry}, "model": model, "versions": {"toolkit": "0.1", "torch": "2.11"},
         "target": {"device": "cpu", "machine": "x86_64", "system": "Linux", "vectors": "AVX2"},

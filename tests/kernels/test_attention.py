@@ -60,6 +60,8 @@ DECODE_SHAPES = [
     DecodeShape(34, 2, 16, 40),  # ... and larger than 16
     DecodeShape(4, 1, 128, 50, dtype="float32"),
     DecodeShape(2, 1, 512, 40),
+    DecodeShape(4, 2, 64, 50, key_dim=16),  # the other numbers of a key are the value's
+    DecodeShape(6, 2, 128, 70, scaled=False, dtype="float32", key_dim=32),
     DecodeShape(2, 1, 256, 1),
     DecodeShape(4, 2, 32, 64, 64),  # a ring
     DecodeShape(4, 2, 32, 50, 64, scaled=False),  # a ring whose context fits
@@ -211,6 +213,8 @@ PREFILL_SHAPES = [
     PrefillShape(4, 2, 32, 32, 40, scaled=False, tokens=7, ring=True),  # a ring whose context fits
     PrefillShape(4, 1, 128, 40, dtype="float32", tokens=20),
     PrefillShape(2, 1, 512, 40, tokens=20),
+    PrefillShape(4, 2, 64, 50, key_dim=16, tokens=21),
+    PrefillShape(6, 2, 128, 40, scaled=False, dtype="float32", key_dim=32, tokens=20),
 ]
 TILES = [Config(block_m=16, block_n=16), Config(block_m=64, block_n=32)]
 
@@ -287,6 +291,8 @@ WRONG = {
     "a head_dim that is no power of two": (DecodeShape(4, 2, 48, 64), {}, "48"),
     "heads that share a scale": (DecodeShape(4, 2, 16, 64, quantised=True), {}, "8 bits with head_dim 16"),
     "no slots": (DecodeShape(4, 2, 32, 0), {}, "slots"),
+    "a key_dim that is no power of two": (DecodeShape(4, 2, 64, 64, key_dim=24), {}, "key_dim is 24"),
+    "a key_dim as large as head_dim": (DecodeShape(4, 2, 64, 64, key_dim=64), {}, "key_dim is 64"),
     "keys of another dtype": (DecodeShape(4, 2, 32, 64), {"keys": lambda t: t.float()}, "keys.*float32"),
     "values of another size": (DecodeShape(4, 2, 32, 64), {"values": lambda t: t[:, :, :5]}, "values.*5"),
     "a transposed query": (DecodeShape(4, 2, 32, 64), {"query": lambda t: t.mT.contiguous().mT}, "contiguous"),

@@ -98,6 +98,8 @@ HEADS = [
     HeadsShape(5, 4, 2, 16, 16, 8, 40, value_norm=True, cache="ring", dtype="float32"),
     HeadsShape(11, 2, 1, 16, 16, 4, 40, cache="ring", dtype="float32"),  # more tokens than slots
     HeadsShape(2, 4, 1, 32, 32, 12, 12, values="keys", value_norm=True),
+    HeadsShape(2, 4, 1, 32, 32, 12, 12, values="keys", value_norm=True, key_dim=8),  # a part of each key
+    HeadsShape(3, 3, 2, 32, 32, 12, 20, values="keys", value_norm=True, dtype="float32", key_dim=16),
     HeadsShape(2, 4, 2, 32, 32, 12, 12, apart=True, value_norm=True),
     HeadsShape(3, 2, 1, 16, 8, 3, 12, gated=True, apart=True, cache="none"),
     HeadsShape(3, 3, 1, 24, 8, 12, 20, gated=True),  # part of a head turns; sizes that are no powers of two
@@ -174,6 +176,8 @@ def test_wrong_tensors_are_told_by_name(name: str, change, says: str) -> None:  
         lambda: HeadsShape(1, 2, 1, 16, 3, 4, 4),
         lambda: HeadsShape(1, 2, 1, 16, 32, 4, 4),
         lambda: HeadsShape(1, 2, 1, 16, 16, 4, 4, cache="paged"),
+        lambda: HeadsShape(1, 2, 1, 16, 16, 4, 4, key_dim=16),
+        lambda: HeadsShape(1, 2, 1, 16, 16, 4, 4, key_dim=8, cache="ring"),
     ],
 )
 def test_impossible_shapes_are_refused(make) -> None:  # type: ignore[no-untyped-def]

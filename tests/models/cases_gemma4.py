@@ -28,7 +28,8 @@ def _case(name: str, prompt: int = 19, chunk: int = 5, **values: Any) -> Case:
 
 
 CASES = (
-    _case("as_31b", **K_EQ_V),
+    _case("as_31b", **K_EQ_V, global_head_dim=64),  # a quarter of a head rotates: keys are stored in part
+    _case("whole_keys", **K_EQ_V),  # the heads are too small for that
     _case("window_wider_than_all", sliding_window=300),
     _case("window_wider_than_prompt", sliding_window=32, chunk=19),
     _case("window_of_two", sliding_window=2, prompt=7, chunk=3),
@@ -36,7 +37,7 @@ CASES = (
     _case("one_head", num_attention_heads=1, num_key_value_heads=1, head_dim=2, global_head_dim=6, hidden_size=7),
     _case("untied", tie_word_embeddings=False, final_logit_softcapping=None),
     _case("biased", attention_bias=True, rms_norm_eps=1e-3, chunk=19),
-    _case("as_26b_a4b", **MOE, **K_EQ_V),
+    _case("as_26b_a4b", **MOE, **K_EQ_V, global_head_dim=64),
     _case("one_expert", **(MOE | {"num_experts": 1, "top_k_experts": 1}), num_attention_heads=2),
     _case("many_experts", **(MOE | {"num_experts": 40, "top_k_experts": 7}), chunk=19),
     _case("per_layer_inputs", **PER_LAYER),

@@ -19,7 +19,8 @@ from toolkit.models.cache_codes import CodedKeysValues, check_kv, every_position
 
 PLACES = ("cpu", "virtual:h200")
 DEMOS = ("demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe")
-CODED = {"demo/qwen3": (2, 64), "demo/gemma4": (1, 128), "demo/qwen3.5-moe": (1, 64)}  # KV heads and head_dim of coded layers
+# KV heads, head_dim, and the plain numbers of a key in coded layers
+CODED = {"demo/qwen3": (2, 64, 64), "demo/gemma4": (1, 128, 32), "demo/qwen3.5-moe": (1, 64, 64)}
 TEXT = "The capital of France is Paris. The capital of Germany is Berlin. " * 5
 # Of the logits, the distance over their norm, the largest of 80 positions. A coordinate in 8 bits is off by 0.3 steps, and a
 # step is 1/40 of its vector's root mean square: 0.7 %. In 4 bits a vector loses 0.9 % of its square: 10 %. The largest found
@@ -122,7 +123,7 @@ def test_bytes_are_as_computed_and_given_back(models, name, kv):
         return n, sizes
 
     (plain, none), (coded, sizes) = taken(None), taken(kv)
-    heads, dim = CODED[name]
+    heads, dim, key_dim = CODED[name]
     each = heads * context * KV_SCHEMES[kv].bytes_per_token(dim)
     assert none == []
     assert sizes == [each] * len(sizes)
@@ -130,7 +131,7 @@ def test_bytes_are_as_computed_and_given_back(models, name, kv):
     book = 4 * dim + (kv != "int8") * 4 * (dim * dim + 16)  # signs, rotation, levels: once a cache
     book += -4 * 16 % 512 if kv != "int8" else 0  # the allocator's smallest block
     book += -4 * dim % 512
-    assert plain - coded == len(sizes) * (2 * heads * context * dim * 4 - each) - book
+    assert plain - coded == len(sizes) * (heads * context * (key_dim + dim) * 4 - each) - book
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from tests.models.cases_gemma4 import CASES, PER_LAYER, _case
 from tests.models.gemma4_gguf import write
 from tests.models.parity import CPU, TOLERANCE, filled, in_double, ours, value_of
 from toolkit.core.errors import ModelError
+from toolkit.loading.checkpoint import open_checkpoint
 from toolkit.models import ARCHITECTURES, gemma4
 from toolkit.weights.gguf_files import GgufFile
 
@@ -28,8 +29,9 @@ def opened(case, folder):
     """Return (transformers' model, config of the GGUF file, its tensors by name)."""
     theirs = case.theirs()
     file = GgufFile(write(folder / "model.gguf", case.values, theirs.state_dict()))
-    config = gemma4.Config.from_gguf(file.metadata, {name: t.shape for name, t in file.stored.items()})
-    return theirs, config, {name: file.read(name).float().clone() for name in file.stored}
+    weights = {name: file.read(name).float().clone() for name in file.stored}
+    told = file.metadata | {"rope_freqs.weight": weights["rope_freqs.weight"].tolist()}
+    return theirs, gemma4.Config.from_gguf(told, {name: tuple(t.shape) for name, t in weights.items()}), weights
 
 
 @torch.no_grad()
@@ -39,7 +41,7 @@ def test_a_converted_file_equals_its_checkpoint(case, tmp_path):
     theirs, config, weights = opened(case, tmp_path)
     straight = ours(theirs)
     assert config.rms_norm_eps == pytest.approx(straight.config.rms_norm_eps)  # stored as fp32
-    told = {"rope_freqs_stored": False, "full": straight.config.full, "rms_norm_eps": straight.config.rms_norm_eps}
+    told = {"rope_freqs_stored": False, "rms_norm_eps": straight.config.rms_norm_eps}
     if not config.hidden_size_per_layer_input:
         told["vocab_size_per_layer_input"] = straight.config.vocab_size_per_layer_input
     assert dataclasses.replace(config, **told) == straight.config
@@ -129,3 +131,18 @@ def test_a_missing_field_is_named():
     for field in ("gemma4.block_count", "gemma4.attention.key_length_swa", "gemma4.attention.sliding_window"):
         with pytest.raises(ModelError, match=field):
             gemma4.Config.from_gguf({k: v for k, v in METADATA.items() if k != field})
+
+
+def test_an_opened_file_says_how_many_numbers_rotate(tmp_path):
+    """The cache then holds these numbers of each key, as with a folder."""
+    case = next(case for case in CASES if case.name == "as_31b")
+    theirs = case.theirs()
+    path = write(tmp_path / "model.gguf", case.values, theirs.state_dict())
+    config = open_checkpoint(path).config
+    assert config.full == ours(theirs).config.full
+    assert config.key_dim == ours(theirs).config.key_dim == 16
+    file = GgufFile(path)
+    for divisors in (None, [1.0] * 32, [1e30, *[1.0] * 31], [1.0, 1e30]):  # unknown, all rotate, no converter's, another size
+        told = file.metadata | ({} if divisors is None else {"rope_freqs.weight": divisors})
+        config = gemma4.Config.from_gguf(told, {name: t.shape for name, t in file.stored.items()})
+        assert (config.full.turning, config.key_dim) == (32, 0)

@@ -242,8 +242,8 @@ def test_what_there_is_to_tune_in_a_model() -> None:
     found = {(kernel.name, shape.key) for kernel, shape in model.kernel_shapes(context=3000)}
     names = {name for name, _ in found}
     assert names >= {"moe_step", "moe_prefill", "delta_step", "delta_chunks", "int4_matmul", "int4_prefill", "attention_decode"}
-    attention = "heads=16 kv_heads=2 head_dim=256 slots=3000 window=0 dtype=bfloat16 scaled=True quantised=False"
-    assert ("attention_decode", attention) in found
+    attention = "heads=16 kv_heads=2 head_dim=256 slots=3000 window=0 dtype=bfloat16 scaled=True"
+    assert ("attention_decode", f"{attention} key_dim=0 quantised=False") in found
     cpu = tk.load("demo/qwen3", device="cpu", progress=False)
     with pytest.raises(ModelError, match="where the operators run in plain PyTorch"):
         cpu.kernel_shapes()

@@ -139,11 +139,11 @@ def test_every_gpu_of_the_catalogue_has_its_row(gemma):
 
 def test_keys_and_values_are_coded_where_that_makes_it_fit(gemma):
     assert tk.plan(gemma, "h200", context=131072).kv is None
-    plan = tk.plan(gemma, "rtx-4090", context=65536)
+    plan = tk.plan(gemma, "rtx-4090", context=98304)
     assert plan.kv is not None
     assert plan.fits
     assert any(pull.lever == f'kv="{plan.kv}"' and pull.saves_bytes > GiB for pull in plan.pulled)
-    assert not tk.plan(gemma, "rtx-4090", context=65536, kv=None).fits
+    assert not tk.plan(gemma, "rtx-4090", context=98304, kv=None).fits
 
 
 def test_each_lever_saves_what_the_plan_says(gemma):
@@ -348,14 +348,14 @@ def test_what_a_plan_is_not_made_of():
 def test_advice_for_running_works(gemma):
     """The first format of kv="auto" is advised that suffices, and the advised budget is enough."""
     advice = {}
-    for context in (65536, 81920, 98304, 262144):
+    for context in (90112, 98304, 262144):
         plan = tk.plan(gemma, "rtx-4090", context=context, kv=None)
         (problem,) = plan.problems
         auto = tk.plan(gemma, "rtx-4090", context=context)
         assert (f'kv="{auto.kv}"' in problem.do) == ("kv=" in problem.do) == auto.fits
         assert "run_budget" not in problem.do  # the GPU has no more
         advice[context] = auto.kv if auto.fits else None
-    assert advice == {65536: "int8", 81920: "k4v8", 98304: "int4", 262144: None}
+    assert advice == {90112: "k4v8", 98304: "int4", 262144: None}
     (problem,) = tk.plan("demo/qwen3", "h200", kv=None, run_budget="732 MiB").problems
     least = problem.do.rpartition('run_budget of at least "')[2].rstrip('"')
     assert tk.plan("demo/qwen3", "h200", kv=None, run_budget=least).fits

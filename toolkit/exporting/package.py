@@ -28,7 +28,7 @@ from toolkit.core.schema import convert, parse_json
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder
 
-FORMAT, VERSION = "decode-toolkit package", 2
+FORMAT, VERSION = "decode-toolkit package", 3
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 8 << 20  # of 31 billion parameters: 0.1 MB
 AGAIN = "Copy the package again from its source, or export the model again with tk.export"

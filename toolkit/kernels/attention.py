@@ -10,6 +10,9 @@ while the launches before this one finish.
 
 Slots are the rows of a tile, and heads its columns, of which a product needs only eight. In a decode step, the next matrix is
 loaded into registers at the same time, so few registers and blocks may matter more than the kernel's own time.
+
+If keys equal values except in the numbers that the rotary embedding turns, the cache holds only those of each key (see
+`toolkit.kernels.shared_keys`). A tile of values then serves both products.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, c
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import INTERPRETED, after_previous, await_previous, let_next_begin
 from toolkit.kernels.packed import quantise_groups
+from toolkit.kernels.shared_keys import whole_keys
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE
 
 LOG2_E = 1.4426950408889634
@@ -43,7 +47,8 @@ BLOCK_TARGETS = (32, 64, 108, 132, 264)
 class AttentionShape(Shape):
     """One token on a cache of `slots`. `window` is 0 for all positions. A cache with slots <= window is a ring.
 
-    With `scaled`, scores are multiplied by 1 / sqrt(head_dim), as in nearly all models except Gemma 4.
+    With `scaled`, scores are multiplied by 1 / sqrt(head_dim), as in nearly all models except Gemma 4. `key_dim` is how many
+    numbers of a key the cache holds if the others equal the value's: those that rotate. 0 stands for whole keys.
     """
 
     heads: int
@@ -53,6 +58,12 @@ class AttentionShape(Shape):
     window: int = 0
     dtype: str = "bfloat16"
     scaled: bool = True
+    key_dim: int = 0
+
+    @property
+    def stored(self) -> int:
+        """How many numbers of a key the cache holds."""
+        return self.key_dim or self.head_dim
 
     @property
     def scale(self) -> float:
@@ -88,6 +99,8 @@ class AttentionDecode(Kernel):
     `positions` [1] (int32 or int64, on the device) is that of the token, whose key and value are written already; -1 stands for
     an empty cache and gives zeros. If this launch may start before the two before it end, these may write neither the position
     nor anything in the cache but the token's key and value: all else is read before they end.
+    Keys are [1, KV heads, slots, key_dim] if the shape has a `key_dim`: the first half of a key are the first numbers of the
+    head's first half, and the other half those of its second half.
     Slots that the token doesn't see may hold anything, including NaN. Keys and values may be views of the first slots of longer
     buffers. A quantised result has codes int8 [1, 1, H * D], and scales and sums fp32 [1, 1, H * D / 32].
     """
@@ -96,8 +109,8 @@ class AttentionDecode(Kernel):
     shape_type = DecodeShape
     lengths = ("slots", "quantised")
     known: ClassVar[Mapping[str, AttentionShape]] = {
-        "gemma4-31b full 32k": DecodeShape(32, 4, 512, 32768, scaled=False, quantised=True),
-        "gemma4-31b full 256": DecodeShape(32, 4, 512, 256, scaled=False, quantised=True),
+        "gemma4-31b full 32k": DecodeShape(32, 4, 512, 32768, scaled=False, key_dim=128, quantised=True),
+        "gemma4-31b full 256": DecodeShape(32, 4, 512, 256, scaled=False, key_dim=128, quantised=True),
         "gemma4-31b sliding": DecodeShape(32, 16, 256, 1024, scaled=False, quantised=True),
         "gemma4-31b sliding 256": DecodeShape(32, 16, 256, 256, scaled=False, quantised=True),
         "qwen3-8b 8k": DecodeShape(32, 8, 128, 8192, quantised=True),
@@ -109,7 +122,7 @@ class AttentionDecode(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         """Return configs that load enough ahead of a block's products, or all of a split: otherwise the memory is idle."""
         assert isinstance(shape, AttentionShape)
-        row = 2 * shape.head_dim * shape.torch_dtype.itemsize  # bytes of a slot's key and value
+        row = (shape.stored + shape.head_dim) * shape.torch_dtype.itemsize  # bytes of a slot's key and value
         blocks = [n for n in (16, 32, 64, 128) if 16 * KiB <= n * row <= 128 * KiB] or [16]
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
         found = [default]
@@ -123,19 +136,15 @@ class AttentionDecode(Kernel):
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Return values and scores of unit variance; for caches of positions, a few slots of 1,000 lie beyond the length."""
         assert isinstance(shape, AttentionShape)
-        kv = (1, shape.kv_heads, shape.slots, shape.head_dim)
+        sizes = {"query": (1, 1, shape.heads, shape.head_dim), **cached_sizes(shape)}
         if torch.device(device).type == "meta":
-            made = {
-                name: torch.empty(size, dtype=shape.torch_dtype, device=device)
-                for name, size in (("query", (1, 1, shape.heads, shape.head_dim)), ("keys", kv), ("values", kv))
-            }
+            made = {name: torch.empty(size, dtype=shape.torch_dtype, device=device) for name, size in sizes.items()}
             return {**made, "positions": torch.empty(1, dtype=torch.int64, device=device)}
         random = torch.Generator(device).manual_seed(seed)
         tail = min(3, shape.slots - 1) if not shape.window or shape.slots > shape.window else 0
         position = shape.slots - 1 - tail if tail else shape.slots + shape.slots // 3
         query, keys, values = (
-            torch.randn(size, generator=random, device=device).to(shape.torch_dtype)
-            for size in ((1, 1, shape.heads, shape.head_dim), kv, kv)
+            torch.randn(size, generator=random, device=device).to(shape.torch_dtype) for size in sizes.values()
         )
         query = query if shape.scaled else query * shape.head_dim**-0.5
         if tail:
@@ -164,7 +173,7 @@ class AttentionDecode(Kernel):
         assert isinstance(shape, DecodeShape)
         check_tensors(shape, inputs, tokens=1)
         strides = {"key_stride": inputs["keys"].stride(1), "value_stride": inputs["values"].stride(1)}
-        constants = {"QUANTISED": shape.quantised}
+        constants = {"KEY_DIM": shape.stored, "QUANTISED": shape.quantised}
         found = split_launches(shape, config, outputs, _decode, {**inputs, **strides, **results(outputs)}, constants)
         return found[:1] if config["splits"] == 1 else found
 
@@ -172,9 +181,15 @@ class AttentionDecode(Kernel):
         assert isinstance(shape, AttentionShape)
         size = shape.torch_dtype.itemsize
         once = 2 * shape.heads * shape.head_dim * size
-        cached = 2 * shape.kv_heads * shape.seen * shape.head_dim * size
+        cached = shape.kv_heads * shape.seen * (shape.stored + shape.head_dim) * size
         peak = "bf16_flops" if size == 2 else "fp32_flops"
         return Cost(once + cached, 4.0 * shape.heads * shape.seen * shape.head_dim, peak)
+
+
+def cached_sizes(shape: AttentionShape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the cache's keys and values."""
+    slots = (1, shape.kv_heads, shape.slots)
+    return {"keys": (*slots, shape.stored), "values": (*slots, shape.head_dim)}
 
 
 def attend(shape: AttentionShape, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -184,6 +199,7 @@ def attend(shape: AttentionShape, query: Tensor, keys: Tensor, values: Tensor, p
     if shape.window and shape.slots > shape.window:
         seen &= slots > positions - shape.window
     rows = query.float().view(shape.kv_heads, shape.group, shape.head_dim)
+    keys = whole_keys(keys, values)
     scores = torch.bmm(rows, keys[0].float().transpose(1, 2)) * shape.scale
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)  # if all are hidden, NaN becomes zero
     out = torch.bmm(weights, values[0].float().masked_fill(~seen[:, None], 0))
@@ -243,8 +259,7 @@ def splits_for(shape: AttentionShape, blocks: int) -> int:
 def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
     """Raise ModelError if the kernels can't read `inputs`: sizes, dtypes, devices, strides."""
     check_query(shape, inputs, tokens)
-    for name in ("keys", "values"):
-        size = (1, shape.kv_heads, shape.slots, shape.head_dim)
+    for name, size in cached_sizes(shape).items():
         check_cached(name, inputs[name], size, shape.torch_dtype, inputs["query"])
 
 
@@ -255,6 +270,8 @@ def check_query(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
         raise ModelError(asked, "the heads don't divide by the KV heads", "Give a whole number of heads for each KV head")
     if dim not in (16, 32, 64, 128, 256, 512):
         raise ModelError(asked, f"head_dim is {dim}", "Give a power of two from 16 to 512")
+    if shape.key_dim not in (0, 16, 32, 64, 128, 256) or shape.key_dim >= dim:
+        raise ModelError(asked, f"key_dim is {shape.key_dim}", "Give 0, or a power of two from 16 to half of head_dim")
     if shape.slots < 1:
         raise ModelError(asked, f"the cache has {shape.slots} slots", "Give at least one")
     query = inputs["query"]
@@ -299,11 +316,26 @@ def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     return each, tl.maximum(tl.cdiv(length, each), 1)
 
 
+@triton.jit
+def key_numbers(HEAD_DIM: tl.constexpr, KEY_DIM: tl.constexpr):
+    """Return which numbers of a head the stored KEY_DIM numbers of a key are."""
+    numbers = tl.arange(0, KEY_DIM)
+    if KEY_DIM < HEAD_DIM:
+        numbers = tl.where(numbers < KEY_DIM // 2, numbers, numbers + (HEAD_DIM - KEY_DIM) // 2)
+    return numbers
+
+
+@triton.jit
+def shared_numbers(HEAD_DIM: tl.constexpr, KEY_DIM: tl.constexpr):
+    """Return which numbers of a head are not stored for keys, as [HEAD_DIM] booleans."""
+    return tl.arange(0, HEAD_DIM) % (HEAD_DIM // 2) >= KEY_DIM // 2
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _decode(
     query, keys, values, positions, partial, weights, output, codes, scales, sums, key_stride, value_stride, scale, capacity,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUANTISED: tl.constexpr, BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, QUANTISED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head: the weighted mean of its values for each query head, and the log of their weight.
 
@@ -318,11 +350,13 @@ def _decode(
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     start = first + split * each
     stop = tl.minimum(start + each, end)
-    heads, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    heads, dims, key_dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM), tl.arange(0, KEY_DIM)
     tile = heads[None, :] * HEAD_DIM + dims[:, None]
+    key_tile = heads[None, :] * HEAD_DIM + key_numbers(HEAD_DIM, KEY_DIM)[:, None]
     real = heads < GROUP
     new = tl.load(positions).to(tl.int32) % capacity
-    q = tl.zeros((HEAD_DIM, BLOCK_M), query.dtype.element_ty)
+    q = tl.zeros((KEY_DIM, BLOCK_M), query.dtype.element_ty)
+    q_shared = tl.zeros((HEAD_DIM, BLOCK_M), query.dtype.element_ty)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mean = tl.zeros((HEAD_DIM, BLOCK_M), tl.float32)
@@ -330,17 +364,26 @@ def _decode(
         slots = slot + tl.arange(0, BLOCK_N)
         old = (slots < stop) & (slots != new)
         # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
-        k = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=old[:, None], other=0)
+        k = tl.load(keys + slots[:, None] * KEY_DIM + key_dims[None, :], mask=old[:, None], other=0)
         v = tl.load(values + slots[None, :] * HEAD_DIM + dims[:, None], mask=old[None, :], other=0)
         if after_previous(slot) == start:  # the first blocks were loaded before: the compiler does so ahead of the loop
-            q = tl.load(query + head * GROUP * HEAD_DIM + tile, mask=real[None, :], other=0)
+            q = tl.load(query + head * GROUP * HEAD_DIM + key_tile, mask=real[None, :], other=0)
+            if KEY_DIM < HEAD_DIM:
+                shared = shared_numbers(HEAD_DIM, KEY_DIM)[:, None] & real[None, :]
+                q_shared = tl.load(query + head * GROUP * HEAD_DIM + tile, mask=shared, other=0)
             if (new >= start) & (new < stop):
-                own = tl.load(keys + new * HEAD_DIM + dims).to(tl.float32)
-                peak = tl.sum(q.to(tl.float32) * own[:, None], 0) * scale
+                own = tl.load(keys + new * KEY_DIM + key_dims).to(tl.float32)
+                own_value = tl.load(values + new * HEAD_DIM + dims).to(tl.float32)
+                peak = tl.sum(q.to(tl.float32) * own[:, None], 0)
+                if KEY_DIM < HEAD_DIM:
+                    peak += tl.sum(q_shared.to(tl.float32) * own_value[:, None], 0)
+                peak *= scale
                 total += 1
-                mean += tl.load(values + new * HEAD_DIM + dims).to(tl.float32)[:, None]
-        scores = dot(k, q, tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * scale
-        scores = tl.where(old[:, None], scores, float("-inf"))
+                mean += own_value[:, None]
+        scores = dot(k, q, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        if KEY_DIM < HEAD_DIM:
+            scores = dot(tl.trans(v), q_shared, scores)
+        scores = tl.where(old[:, None], scores * scale, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 0))
         shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[None, :])
         total = total * shrink + tl.sum(p, 0)

@@ -139,6 +139,8 @@ class AttentionCodes(AttentionDecode):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, CodesShape)
         check_query(shape, inputs, tokens=1)
+        if shape.key_dim:
+            raise ModelError(f"{shape.codes} with key_dim {shape.key_dim}", "codes hold whole keys", "Give a key_dim of 0")
         scheme, query = shape.scheme, inputs["query"]
         least = 256 // min(scheme.key_bits, scheme.value_bits)
         if shape.head_dim < least:

@@ -20,8 +20,17 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.core.units import KiB
-from toolkit.kernels.attention import LOG2_E, AttentionShape, check_tensors, dot
+from toolkit.kernels.attention import (
+    LOG2_E,
+    AttentionShape,
+    cached_sizes,
+    check_tensors,
+    dot,
+    key_numbers,
+    shared_numbers,
+)
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.shared_keys import whole_keys
 
 
 @dataclass(frozen=True)
@@ -39,15 +48,16 @@ class AttentionPrefill(Kernel):
     the last `window` if that isn't 0. Without `ring`, the slot index equals the position, and the keys and values of the new
     tokens are written already. With `ring`, slot s holds the last position before the new tokens that is congruent to s modulo
     the number of slots, and "new_keys" and "new_values" [1, KV heads, T, D] (or views of [1, T, KV heads, D]) are those of the
-    new tokens. Rows that see nothing (a negative position) give zeros. Slots that were never written may hold anything,
-    including NaN; those before the window, which a tile may load with the first ones in it, must hold numbers.
+    new tokens. A cache without `ring` may hold `key_dim` numbers of each key, as in `AttentionDecode`. Rows that see nothing
+    (a negative position) give zeros. Slots that were never written may hold anything, including NaN; those before the window,
+    which a tile may load with the first ones in it, must hold numbers.
     """
 
     name = "attention_prefill"
     shape_type = PrefillShape
     lengths = ("slots", "tokens")
     known: ClassVar[Mapping[str, PrefillShape]] = {
-        "gemma4-31b full 512": PrefillShape(32, 4, 512, 4096, scaled=False, tokens=512),
+        "gemma4-31b full 512": PrefillShape(32, 4, 512, 4096, scaled=False, key_dim=128, tokens=512),
         "gemma4-31b sliding 2048": PrefillShape(32, 16, 256, 1024, 1024, scaled=False, tokens=2048, ring=True),
         "qwen3-8b 2048": PrefillShape(32, 8, 128, 4096, tokens=2048),
         "qwen3.5-35b-a3b 2048": PrefillShape(16, 2, 256, 4096, tokens=2048),
@@ -73,9 +83,8 @@ class AttentionPrefill(Kernel):
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Return values and scores of unit variance; the last new token fills the cache, and a ring has wrapped around once."""
         assert isinstance(shape, PrefillShape)
-        kv = (1, shape.kv_heads, shape.slots, shape.head_dim)
         new = (1, shape.kv_heads, shape.tokens, shape.head_dim)
-        sizes = {"query": (1, shape.tokens, shape.heads, shape.head_dim), "keys": kv, "values": kv}
+        sizes = {"query": (1, shape.tokens, shape.heads, shape.head_dim), **cached_sizes(shape)}
         sizes |= {"new_keys": new, "new_values": new} if shape.ring else {}
         if torch.device(device).type == "meta":
             made = {name: torch.empty(size, dtype=shape.torch_dtype, device=device) for name, size in sizes.items()}
@@ -88,7 +97,7 @@ class AttentionPrefill(Kernel):
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, PrefillShape)
-        keys, values, positions = inputs["keys"][0], inputs["values"][0], inputs["positions"]
+        keys, values, positions = whole_keys(inputs["keys"], inputs["values"])[0], inputs["values"][0], inputs["positions"]
         held = torch.arange(shape.slots, device=keys.device)
         if shape.ring:
             last = positions[:1] - 1
@@ -127,7 +136,7 @@ class AttentionPrefill(Kernel):
             "RING": shape.ring,
             "KV_HEADS": shape.kv_heads,
         }
-        constants |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim}
+        constants |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim, "KEY_DIM": shape.stored}
         constants |= {"BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"]}
         grid = (triton.cdiv(shape.tokens * shape.group, config["block_m"]), shape.kv_heads)
         return [Launch(_prefill, grid, {**arguments, **numbers}, constants, config.warps, config.stages)]
@@ -140,7 +149,8 @@ class AttentionPrefill(Kernel):
         held = min(start, shape.window) if shape.window else start
         ends = torch.arange(start + 1, start + shape.tokens + 1, device="cpu")
         pairs = int((ends.clamp_max(shape.window) if shape.window else ends).sum())
-        moved = 2 * size * shape.head_dim * (shape.tokens * shape.heads + (held + shape.tokens) * shape.kv_heads)
+        slots = (held + shape.tokens) * shape.kv_heads
+        moved = size * (2 * shape.head_dim * shape.tokens * shape.heads + (shape.stored + shape.head_dim) * slots)
         return Cost(moved, 4.0 * pairs * shape.heads * shape.head_dim, "bf16_flops" if size == 2 else "fp32_flops")
 
 
@@ -148,6 +158,8 @@ def check_ring(shape: PrefillShape, inputs: Tensors) -> None:
     """Raise ModelError if the kernel can't read the ring, or the new keys and values."""
     if not shape.ring:
         return
+    if shape.key_dim:
+        raise ModelError(f"attention on a ring, key_dim {shape.key_dim}", "rings hold whole keys", "Give a key_dim of 0")
     asked, size = f"attention on a ring of {shape.slots}", (1, shape.kv_heads, shape.tokens, shape.head_dim)
     if not shape.window or shape.slots > shape.window:
         raise ModelError(asked, f"its window is {shape.window}", "Give a window of at least as many positions")
@@ -167,7 +179,7 @@ def _prefill(
     query, keys, values, new_keys, new_values, positions, output, key_stride, value_stride,
     new_key_head, new_key_token, new_value_head, new_value_token, tokens, scale, capacity,
     SLOTS: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: token = row // GROUP, query head = row % GROUP of those of one KV head.
 
@@ -177,16 +189,21 @@ def _prefill(
     first_row, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1)
     rows, dims = first_row + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
     start = tl.load(positions).to(tl.int32)
-    at = ((rows // GROUP).to(tl.int64) * KV_HEADS * GROUP + head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    row = ((rows // GROUP).to(tl.int64) * KV_HEADS * GROUP + head * GROUP + rows % GROUP)[:, None] * HEAD_DIM
+    at = row + dims[None, :]
     real = rows < tokens * GROUP
-    q = tl.load(query + at, mask=real[:, None], other=0)
+    key_dims = tl.arange(0, KEY_DIM)
+    q = tl.load(query + row + key_numbers(HEAD_DIM, KEY_DIM)[None, :], mask=real[:, None], other=0)
+    q_shared = q
+    if KEY_DIM < HEAD_DIM:
+        q_shared = tl.load(query + at, mask=real[:, None] & shared_numbers(HEAD_DIM, KEY_DIM)[None, :], other=0)
     row_positions = start + rows // GROUP
     lowest = start + first_row // GROUP
     highest = start + tl.minimum((first_row + BLOCK_M - 1) // GROUP, tokens - 1)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    key_rows = keys + head.to(tl.int64) * key_stride + dims[None, :]
+    key_rows = keys + head.to(tl.int64) * key_stride + key_dims[None, :]
     value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
     if RING:
         # The oldest position before the new ones that the first row sees and the ring still holds.
@@ -196,8 +213,8 @@ def _prefill(
             held = position + tl.arange(0, BLOCK_N)
             slots = (held % ring_slots)[:, None] * HEAD_DIM
             peak, total, mean = _attend(
-                q, key_rows + slots, value_rows + slots, held < start,
-                row_positions, held, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+                q, q_shared, key_rows + slots, value_rows + slots, held < start,
+                row_positions, held, peak, total, mean, scale, WINDOW, KEY_DIM < HEAD_DIM, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         new_key_rows = new_keys + head.to(tl.int64) * new_key_head + dims[None, :]
         new_value_rows = new_values + head.to(tl.int64) * new_value_head + dims[None, :]
@@ -206,9 +223,9 @@ def _prefill(
             new = token + tl.arange(0, BLOCK_N)
             wide = new.to(tl.int64)[:, None]
             peak, total, mean = _attend(
-                q, new_key_rows + wide * new_key_token, new_value_rows + wide * new_value_token,
+                q, q_shared, new_key_rows + wide * new_key_token, new_value_rows + wide * new_value_token,
                 (new <= highest - start) & (new + start >= 0),
-                row_positions, start + new, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+                row_positions, start + new, peak, total, mean, scale, WINDOW, KEY_DIM < HEAD_DIM, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     else:
         first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
@@ -216,8 +233,8 @@ def _prefill(
         for slot in range(first, end, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             peak, total, mean = _attend(
-                q, key_rows + slots[:, None] * HEAD_DIM, value_rows + slots[:, None] * HEAD_DIM, slots < end,
-                row_positions, slots, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+                q, q_shared, key_rows + slots[:, None] * KEY_DIM, value_rows + slots[:, None] * HEAD_DIM, slots < end,
+                row_positions, slots, peak, total, mean, scale, WINDOW, KEY_DIM < HEAD_DIM, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     mean /= tl.where(total > 0, total, 1)[:, None]
     tl.store(output + at, mean.to(output.dtype.element_ty), mask=real[:, None])
@@ -225,12 +242,20 @@ def _prefill(
 
 @triton.jit
 def _attend(
-    q, keys, values, there, row_positions, slot_positions, peak, total, mean, scale,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, q_shared, keys, values, there, row_positions, slot_positions, peak, total, mean, scale,
+    WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Update the running peak, total weight and weighted values of each row with one block of slots."""
+    """Update the running peak, total weight and weighted values of each row with one block of slots.
+
+    With SHARED, keys hold only a part of their numbers. The others are the values', by which `q_shared` is multiplied.
+    """
     k = tl.load(keys, mask=there[:, None], other=0)
-    scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
+    scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+    # Empty slots are not loaded: they may hold NaN, which a weight of zero would not hide.
+    if SHARED:
+        v = tl.load(values, mask=there[:, None], other=0)
+        scores = dot(q_shared, tl.trans(v), scores)
+    scores *= scale
     seen = (slot_positions[None, :] <= row_positions[:, None]) & there[None, :]
     if WINDOW > 0:
         seen &= slot_positions[None, :] > row_positions[:, None] - WINDOW
@@ -238,7 +263,7 @@ def _attend(
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak > float("-inf"), new_peak, 0)  # a row that has seen nothing yet
     shrink, p = tl.exp2(peak - base), tl.exp2(scores - base[:, None])
-    # Empty slots are not loaded: they may hold NaN, which a weight of zero would not hide.
-    v = tl.load(values, mask=there[:, None], other=0)
+    if not SHARED:
+        v = tl.load(values, mask=there[:, None], other=0)
     mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
     return new_peak, total * shrink + tl.sum(p, 1), mean

@@ -29,6 +29,7 @@ from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Te
 from toolkit.kernels.checks import ALIGNMENT, check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.kernels.packed import quantise_groups
+from toolkit.kernels.shared_keys import query_weight, stored_numbers
 from toolkit.weights.packed import quantize_activations
 
 GROUP = 32  # activations that share a scale
@@ -186,6 +187,8 @@ class HeadsShape(Shape):
     are one projection. With `apart`, own values are not in the rows but in a tensor of their own. With `value_norm`, values are
     normalized without a weight. `cache` is "linear" (slot = position), "ring" (position modulo `context`), or "none": keys and
     values are returned row by row. `kv_heads` 0 means queries only. `positions` is the number of rows of the rotary table.
+    With `key_dim`, a linear cache holds only so many numbers of each key, and queries are multiplied by the keys' weight for
+    the others, which equal the value's (see `toolkit.kernels.shared_keys`).
     """
 
     tokens: int
@@ -202,6 +205,7 @@ class HeadsShape(Shape):
     dtype: str = "bfloat16"
     eps: str = "1e-06"
     apart: bool = False
+    key_dim: int = 0
 
     def __post_init__(self) -> None:
         check_word("heads", "cache", self.cache, CACHES)
@@ -210,12 +214,20 @@ class HeadsShape(Shape):
         if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
             found = f"{self.rotary} numbers of a head of {self.head_dim} turn"
             raise ModelError("heads", found, "Give an even number up to the head's size")
+        if self.key_dim and (self.cache != "linear" or self.key_dim % 2 or not 0 < self.key_dim < self.head_dim):
+            found = f"keys of {self.key_dim} numbers for heads of {self.head_dim}, cache {self.cache!r}"
+            raise ModelError("heads", found, "Give an even number below the head's size, and a linear cache")
 
     @property
     def width(self) -> int:
         """Numbers in a row of the projection: queries (and gates), keys, and values of its own."""
         kinds = 2 if self.values == "own" and not self.apart else 1
         return (self.heads * (1 + self.gated) + self.kv_heads * kinds) * self.head_dim
+
+    @property
+    def stored(self) -> int:
+        """How many numbers of a key the cache holds."""
+        return self.key_dim or self.head_dim
 
     @property
     def value_width(self) -> int:
@@ -228,10 +240,11 @@ class QkNormRope(Kernel):
 
     Inputs: qkv [T, width], value [T, KV heads * D] if values are apart, q_weight and k_weight [D] fp32, rope [positions, 2,
     rotary] (cosines, signed sines: `rope_of`), at int64 [T] (the positions of the rows, on the device, ascending by one), keys
-    and values [1, KV heads, context, D] unless cache is "none". Results: query [T, H, D], keys and values: the caches, written
-    in place, or new ones [1, KV heads, T, D]. A position beyond a linear cache is not written; of more tokens than a ring has
-    slots, the last ones are. If this launch may start before the one before it ends, that one may not write `at`. Raises
-    ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
+    [1, KV heads, context, key_dim or D] and values [1, KV heads, context, D] unless cache is "none". Results: query [T, H, D],
+    keys and values: the caches, written in place, or new ones [1, KV heads, T, D]. A position beyond a linear cache is not
+    written; of more tokens than a ring has slots, the last ones are. If this launch may start before the one before it ends,
+    that one may not write `at`. Raises ModelError for tensors with another shape, dtype or device, or that are not contiguous
+    and aligned.
     """
 
     name: ClassVar[str] = "qk_norm_rope"
@@ -239,8 +252,10 @@ class QkNormRope(Kernel):
     lengths = ("tokens", "context", "positions", "apart")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b sliding": HeadsShape(1, 32, 16, 256, 256, 1024, 32768, value_norm=True, cache="ring"),
-        "gemma4-31b full": HeadsShape(1, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True),
-        "gemma4-31b full, prompt of 2048": HeadsShape(2048, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True),
+        "gemma4-31b full": HeadsShape(1, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True, key_dim=128),
+        "gemma4-31b full, prompt of 2048": HeadsShape(
+            2048, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True, key_dim=128
+        ),
         "qwen3-8b": HeadsShape(1, 32, 8, 128, 128, 32768, 32768),
         "qwen3-8b prompt of 2048": HeadsShape(2048, 32, 8, 128, 128, 32768, 32768),
         "qwen3.5-35b-a3b": HeadsShape(1, 16, 2, 256, 64, 32768, 32768, gated=True),
@@ -264,8 +279,9 @@ class QkNormRope(Kernel):
         if shape.apart:
             found["value"] = make.normal((shape.tokens, shape.value_width), dtype, 2.0)
         if shape.cache != "none":
-            slots = (1, shape.kv_heads, shape.context, shape.head_dim)
-            found |= {"keys": make.normal(slots, dtype, 1.0), "values": make.normal(slots, dtype, 1.0)}
+            slots = (1, shape.kv_heads, shape.context)
+            found["keys"] = make.normal((*slots, shape.stored), dtype, 1.0)
+            found["values"] = make.normal((*slots, shape.head_dim), dtype, 1.0)
         return found
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
@@ -277,7 +293,9 @@ class QkNormRope(Kernel):
         value = inputs["value"].view(key.shape) if shape.apart else value
         rope = inputs["rope"].index_select(0, at)
         query = query.unflatten(1, (-1, 2))[:, :, 0] if shape.gated else query
-        query = _turned(_normed(query, inputs["q_weight"], eps), rope)
+        q_weight = inputs["q_weight"]
+        q_weight = query_weight(q_weight, inputs["k_weight"], shape.key_dim) if shape.key_dim else q_weight
+        query = _turned(_normed(query, q_weight, eps), rope)
         if not shape.kv_heads:
             return (query,)
         key = _turned(_normed(key, inputs["k_weight"], eps), rope).transpose(0, 1)[None]
@@ -287,7 +305,7 @@ class QkNormRope(Kernel):
         written = slice(max(0, shape.tokens - shape.context), None) if shape.cache == "ring" else at < shape.context
         slots = (at % shape.context if shape.cache == "ring" else at)[written]
         caches = inputs["keys"].clone(), inputs["values"].clone()
-        for cache, new in zip(caches, (key, value), strict=True):
+        for cache, new in zip(caches, (stored_numbers(key, shape.stored), value), strict=True):
             cache.index_copy_(2, slots, new[:, :, written])
         return query, *caches
 
@@ -317,7 +335,8 @@ class QkNormRope(Kernel):
             "S": shape.tokens if shape.cache == "none" else shape.context, "eps": float(shape.eps),
         }  # fmt: skip
         constants = {
-            "H": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim, "R": shape.rotary, "GATED": shape.gated,
+            "H": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim, "KEY_DIM": shape.stored, "R": shape.rotary,
+            "GATED": shape.gated,
             "OWN_VALUES": shape.values == "own" and not shape.apart, "APART": shape.apart, "VALUE_NORM": shape.value_norm,
             "CACHE": shape.cache, "BLOCK_H": block, "BLOCK_D": triton.next_power_of_2(shape.head_dim),
         }  # fmt: skip
@@ -325,12 +344,13 @@ class QkNormRope(Kernel):
 
     def _check(self, shape: HeadsShape, inputs: Tensors, outputs: Tensors) -> None:
         dtype, weight = DTYPES[shape.dtype], ((shape.head_dim,), torch.float32)
-        slots = (1, shape.kv_heads, shape.tokens if shape.cache == "none" else shape.context, shape.head_dim)
+        slots = (1, shape.kv_heads, shape.tokens if shape.cache == "none" else shape.context)
         shapes = {
             "qkv": ((shape.tokens, shape.width), dtype), "q_weight": weight, "k_weight": weight,
             "value": ((shape.tokens, shape.value_width), dtype),
             "rope": ((shape.positions, 2, shape.rotary), dtype), "at": ((shape.tokens,), torch.int64),
-            "query": ((shape.tokens, shape.heads, shape.head_dim), dtype), "keys": (slots, dtype), "values": (slots, dtype),
+            "query": ((shape.tokens, shape.heads, shape.head_dim), dtype),
+            "keys": ((*slots, shape.stored), dtype), "values": ((*slots, shape.head_dim), dtype),
         }  # fmt: skip
         for name, tensor in (*inputs.items(), *outputs.items()):
             found_shape, found_dtype = shapes[name]
@@ -341,7 +361,7 @@ class QkNormRope(Kernel):
         assert isinstance(shape, HeadsShape)
         size = DTYPES[shape.dtype].itemsize
         read = shape.width + shape.value_width - shape.gated * shape.heads * shape.head_dim
-        written = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        written = (shape.heads + shape.kv_heads) * shape.head_dim + shape.kv_heads * shape.stored
         row = (read + written + 2 * shape.rotary) * size + 8
         return Cost(shape.tokens * row + 8 * shape.head_dim, 10.0 * shape.tokens * written)
 
@@ -424,8 +444,9 @@ def _norm_kernel(
 @triton.jit(do_not_specialize_on_alignment=["at_ptr"])  # a part of a longer tensor: it may begin anywhere
 def _heads_kernel(
     qkv_ptr, value_ptr, q_weight_ptr, k_weight_ptr, rope_ptr, at_ptr, query_ptr, keys_ptr, values_ptr, T, S, eps,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, OWN_VALUES: tl.constexpr,
-    APART: tl.constexpr, VALUE_NORM: tl.constexpr, CACHE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, KEY_DIM: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
+    OWN_VALUES: tl.constexpr, APART: tl.constexpr, VALUE_NORM: tl.constexpr, CACHE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one row per program: of queries, then of keys, then of values.
 
@@ -458,6 +479,11 @@ def _heads_kernel(
     pair = tl.where(d < R // 2, d + R // 2, d - R // 2)
     if R > 0:
         pair_weight = tl.load(weight_ptr + pair, mask=turns, other=0.0)[None, :]
+    if KEY_DIM < D:  # the queries take over the keys' weight
+        taken = (d % (D // 2) >= KEY_DIM // 2) & (d < tl.where(is_query, D, 0))
+        weight *= tl.load(k_weight_ptr + d, mask=taken, other=1.0)[None, :]
+        pair_weight *= tl.load(k_weight_ptr + pair, mask=taken & turns, other=1.0)[None, :]
+    if R > 0:
         cos = tl.load(rope_ptr + position * 2 * R + d, mask=turns, other=1.0).to(tl.float32)[None, :]
         sin = tl.load(rope_ptr + position * 2 * R + R + d, mask=turns, other=0.0).to(tl.float32)[None, :]
     await_previous()
@@ -472,10 +498,10 @@ def _heads_kernel(
         slot = position % S
         writable = t >= T - S
     written = (head < tl.where(writable, KV, 0))[:, None] & (d < D)[None, :]
-    target = (head[:, None] * S + slot) * D + d[None, :]
+    row = head[:, None] * S + slot
     if is_value:
         value = (x * rms if VALUE_NORM else x).to(DTYPE)
-        tl.store(values_ptr + target, value, mask=written)
+        tl.store(values_ptr + row * D + d[None, :], value, mask=written)
     else:
         turned = (x * rms * weight).to(DTYPE)
         if R > 0:
@@ -484,7 +510,11 @@ def _heads_kernel(
         if is_query:
             tl.store(query_ptr + (t * H + head[:, None]) * D + d[None, :], turned, mask=inside)
         else:
-            tl.store(keys_ptr + target, turned, mask=written)
+            number = d
+            if KEY_DIM < D:
+                number = tl.where(d < D // 2, d, d - (D - KEY_DIM) // 2)
+                written &= (d % (D // 2) < KEY_DIM // 2)[None, :]
+            tl.store(keys_ptr + row * KEY_DIM + number[None, :], turned, mask=written)
 
 
 RMS_NORM = RmsNorm()

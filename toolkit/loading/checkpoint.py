@@ -46,6 +46,7 @@ DTYPES = {
 ADAPTER = "adapter_config.json"
 _STORAGE = ("quantization_config", "compression_config")  # describes the file format, not the architecture
 _TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which some checkpoints of tied models store again
+ROPE_FREQS = "rope_freqs.weight"  # a small tensor of GGUF files whose values belong to the config
 _TABLES = re.compile(r".*rotary_emb\.inv_freq")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # second and later files of a split model
 _COMPARED_BYTES = 16 << 20  # at a time
@@ -270,7 +271,10 @@ def _same(weights: Weights, one: str, other: str) -> bool:
 def _open_gguf(path: Path) -> Checkpoint:
     weights = open_gguf(path)
     architecture = _architecture(weights.metadata.get("general.architecture"), f"GGUF file {path}")
-    config = architecture.Config.from_gguf(weights.metadata, {name: t.shape for name, t in weights.stored.items()})
+    freqs = weights.stored.get(ROPE_FREQS)
+    known = freqs is not None and freqs.nbytes < 1 << 16
+    told = {ROPE_FREQS: weights.read(ROPE_FREQS).flatten().tolist()} if known else {}
+    config = architecture.Config.from_gguf(weights.metadata | told, {name: t.shape for name, t in weights.stored.items()})
     _check_counts(path, config, weights)
     names = architecture.names_gguf(config, weights.stored)
     skipped = _check_names(path, architecture, config, names, weights)

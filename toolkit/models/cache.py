@@ -17,6 +17,7 @@ from torch import Tensor
 from toolkit import ops
 from toolkit.core.errors import ModelError
 from toolkit.core.units import bytes_text, plural
+from toolkit.kernels.shared_keys import stored_numbers
 from toolkit.ops import HeadLayout, Operand, Projected
 from toolkit.ops.reference.attention import hidden_slots
 
@@ -62,21 +63,28 @@ class Reach:
 class KeysValues:
     """Keys and values of `context` positions: [1, KV heads, context, head_dim] each. The slot index equals the position.
 
-    Empty slots are zero: attention reads beyond the current length and masks the result, and a NaN would survive the mask.
+    With a `key_dim`, only so many numbers of each key are stored. The others equal the value's if queries, instead of keys, are
+    multiplied by the keys' weight (see `toolkit.kernels.shared_keys`). Empty slots are zero: attention reads beyond the current
+    length and masks the result, and a NaN would survive the mask.
     """
 
-    def __init__(self, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (1, kv_heads, context, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+    key_dim = 0  # whole keys
+
+    def __init__(
+        self, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dim: int = 0
+    ) -> None:
+        self.key_dim = key_dim
+        shape = (1, kv_heads, context)
+        self.keys = torch.zeros(*shape, key_dim or head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write `key` and `value` [1, KV heads, T, head_dim] to `slots` [T], which are distinct and on the device."""
-        self.keys.index_copy_(2, slots, key)
+        self.keys.index_copy_(2, slots, stored_numbers(key, self.keys.shape[3]))
         self.values.index_copy_(2, slots, value)
 
     def read(self, bound: int) -> tuple[Tensor, Tensor]:
-        """Return views of the first `bound` slots: [1, KV heads, bound, head_dim] each."""
+        """Return views of the first `bound` slots: [1, KV heads, bound, key_dim or head_dim] each."""
         return self.keys[:, :, :bound], self.values[:, :, :bound]
 
     def extend(self, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:

@@ -66,15 +66,16 @@ class CodedKeysValues(KeysValues):
 
 
 def every_position(
-    kv: str | None, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kv: str | None, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dim: int = 0
 ) -> Callable[[], KeysValues]:
     """Return a function that creates the state of a layer that keeps every position, in the format `kv` or plain for None.
 
-    All layers of a cache use the same function, since they share a codebook. Raises UnknownNameError for an unknown `kv` and
-    ModelError for heads that the kernels don't support.
+    `key_dim` is that of plain keys (see `KeysValues`); quantized keys are stored whole. All layers of a cache use the same
+    function, since they share a codebook. Raises UnknownNameError for an unknown `kv` and ModelError for heads that the kernels
+    don't support.
     """
     if kv is None:
-        return partial(KeysValues, kv_heads, context, head_dim, dtype, device)
+        return partial(KeysValues, kv_heads, context, head_dim, dtype, device, key_dim)
     scheme = check_kv(kv)
     if not ops.codes_fit(scheme, head_dim):
         fitting = [name for name, other in KV_SCHEMES.items() if ops.codes_fit(other, head_dim)]

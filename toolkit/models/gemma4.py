@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from toolkit import ops
 from toolkit.core.distributed import WHOLE, Shard
+from toolkit.kernels.shared_keys import query_weight
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
@@ -103,7 +104,7 @@ class Attention(nn.Module):
     def _plain(self, x: Operand, at: Pass) -> Tensor:
         heads = (*x.plain.shape[:2], -1, self.head_dim)
         query, *rest = (part.view(heads) for part in self.qkv(x))
-        query = rotate(self.q_norm(query), at.ropes[self.kind])  # [B, T, H, D]
+        query = rotate(self._query_norm(query, at), at.ropes[self.kind])  # [B, T, H, D]
         new = [] if self.shares else self._keys_values(rest[0], rest[-1], at)
         if at.cache is None:
             if self.lends:
@@ -112,6 +113,14 @@ class Attention(nn.Module):
             return causal_attention(query, key, value, 1.0, self.window)
         key, value = self._held(at, [part.transpose(1, 2) for part in new])
         return cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
+
+    def _query_norm(self, query: Tensor, at: Pass) -> Tensor:
+        """Normalize the queries, for the keys as the cache holds them."""
+        key_dim = 0 if at.cache is None else self._state(at).key_dim
+        if not key_dim:
+            return self.q_norm(query)
+        weight = query_weight(self.q_norm.weight, self.k_norm.weight, key_dim)
+        return ops.rms_norm(query, weight, self.eps).plain
 
     def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> list[Tensor]:
         """Return the new keys and values from the projections [B, T, KV heads, D] (the same tensor if K = V)."""
@@ -320,7 +329,7 @@ class Model(CausalLM):
         slots = torch.arange(context, device=self.device.torch)
         makers: list[Callable[[], State] | None] = []
         kv_heads = {kind: _heads(c, kind, self.shard)[1].held for kind in {FULL, *c.layer_types}}
-        full = every_position(kv, kv_heads[FULL], context, c.full.head_dim, self.dtype, self.device.torch)
+        full = every_position(kv, kv_heads[FULL], context, c.full.head_dim, self.dtype, self.device.torch, c.key_dim)
         for layer, kind in enumerate(c.layer_types):
             like = (c.heads(kind).head_dim, self.dtype, self.device.torch)
             if layer >= c.first_shared_layer:
@@ -391,7 +400,8 @@ class Model(CausalLM):
                     continue
                 head_dim, (heads, kv_heads) = c.heads(kind).head_dim, _heads(c, kind, self.shard)
                 entries = min(length, c.sliding_window) if kind == SLIDING else length
-                kv_bytes = 2 * kv_heads.held * head_dim * self.dtype.itemsize  # per token; keys and values differ
+                key_dim = c.key_dim if kind == FULL and c.key_dim else head_dim
+                kv_bytes = kv_heads.held * (key_dim + head_dim) * self.dtype.itemsize  # per token
                 found.append(
                     weigh(
                         "attention",

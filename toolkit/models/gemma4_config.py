@@ -6,7 +6,7 @@ Only text is supported: for a multimodal config, the text part is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.core.errors import ModelError
@@ -111,6 +111,15 @@ class Config:
         return len(self.layer_types)
 
     @property
+    def key_dim(self) -> int:
+        """How many numbers of each key a full layer's cache holds if the others equal the value's, or 0 for whole keys.
+
+        These are the numbers that rotate, or more: the kernels need a power of two of at least 16.
+        """
+        found = max(16, 1 << (2 * self.full.turning - 1).bit_length())
+        return found if self.attention_k_eq_v and not self.num_kv_shared_layers and found < self.full.head_dim else 0
+
+    @property
     def first_shared_layer(self) -> int:
         """The first layer that attends to the keys and values of an earlier layer of its kind."""
         return len(self.layer_types) - self.num_kv_shared_layers
@@ -163,7 +172,9 @@ class Config:
         """Read GGUF metadata ("gemma4.*" keys), with the shapes of the file's tensors by name.
 
         GGUF states neither tied embeddings, nor K = V, nor experts: these follow from the tensors that exist. Without
-        `tensors`, the embeddings count as untied, and V as separate from K. Raises ModelError, naming the unusable field.
+        `tensors`, the embeddings count as untied, and V as separate from K. `metadata` may contain the values of the tensor
+        "rope_freqs.weight", which tell how many numbers of a head rotate; without them, all may. Raises ModelError, naming the
+        unusable field.
         """
         return _from_gguf(cls, metadata, tensors or {})
 
@@ -312,7 +323,7 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
         num_attention_heads=heads,
         layer_types=kinds,
         sliding=_gguf_heads(fields, "_swa", SLIDING, kinds, kv_heads) if SLIDING in kinds else None,
-        full=_gguf_heads(fields, "", FULL, kinds, kv_heads),
+        full=_turning(_gguf_heads(fields, "", FULL, kinds, kv_heads), metadata.get("rope_freqs.weight")),
         sliding_window=fields.size("gemma4.attention.sliding_window"),
         max_position_embeddings=fields.size("gemma4.context_length"),
         rms_norm_eps=fields.number("gemma4.attention.layer_norm_rms_epsilon"),
@@ -355,3 +366,12 @@ def _gguf_heads(fields: Fields, suffix: str, kind: str, kinds: tuple[str, ...], 
             "gemma4.attention.head_count_kv", list(kv_heads), "the same values for all layers of a kind (sliding or full)"
         )
     return Heads(counts.pop(), head_dim, theta, head_dim // 2)
+
+
+def _turning(heads: Heads, divisors: Sequence[float] | None) -> Heads:
+    """Return `heads` with the number of pairs that rotate. Converters give the others, which come last, a divisor of 1e30."""
+    if divisors is None or len(divisors) != heads.turning:
+        return heads
+    still = [divisor >= 1e20 for divisor in divisors]
+    turning = still.index(True) if True in still else heads.turning
+    return replace(heads, turning=turning) if all(still[turning:]) else heads

@@ -14,6 +14,7 @@ from torch import Tensor
 from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes, values_of
 from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.kernels.shared_keys import query_weight, stored_numbers
 from toolkit.ops.define import Problem, call, define, launches
 from toolkit.ops.products import Operand
 from toolkit.ops.reference.attention import cached_attention, hidden_slots, rotate
@@ -62,8 +63,9 @@ def write_heads(
     """Normalize and rotate the heads of `qkv` and write keys and values [1, KV heads, slots, D] in place.
 
     Returns the query [1, T, H, D]. A token is written to slot position % slots, which for a cache of all positions is the
-    position itself. `rope` [positions, 2, rotated dims] is the whole table; `positions` [T] is int64. Needs a GPU and heads for
-    which `HeadLayout.fits`.
+    position itself. Keys [1, KV heads, slots, key_dim] hold only the numbers that differ from the values; for the others, the
+    keys' weight multiplies the query (see `toolkit.kernels.shared_keys`). `rope` [positions, 2, rotated dims] is the whole
+    table; `positions` [T] is int64. Needs a GPU and heads for which `HeadLayout.fits`.
     """
     flags = (layout.heads, layout.gated, layout.values_are_keys, layout.value_norm, layout.eps)
     return call("write_heads", *qkv, q_weight, k_weight, rope, positions, keys, values, *flags)  # type: ignore[no-any-return]
@@ -115,9 +117,12 @@ def _write_heads_reference(
     qkv: Tensor, value: Tensor | None, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, keys: Tensor,
     values: Tensor, heads: int, *flags: Any,
 ) -> Tensor:  # fmt: skip
+    key_dim = keys.shape[3]
+    if key_dim < q_weight.shape[0]:
+        q_weight = query_weight(q_weight, k_weight, key_dim)
     query, *new = _make_heads_reference(qkv, value, q_weight, k_weight, rope, positions, heads, keys.shape[1], *flags)
     slots = positions % keys.shape[2]
-    keys.index_copy_(2, slots, new[0])
+    keys.index_copy_(2, slots, stored_numbers(new[0], key_dim))
     values.index_copy_(2, slots, new[1])
     return query
 
@@ -135,13 +140,19 @@ def _heads_problem(
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.norms_rope import QK_NORM_ROPE, HeadsShape
 
-    rope = inputs["rope"]
+    rope, dim = inputs["rope"], inputs["q_weight"].shape[0]
     shape = HeadsShape(
-        qkv.shape[1], heads, kv_heads, inputs["q_weight"].shape[0], rope.shape[-1], slots, rope.shape[0], gated,
+        qkv.shape[1], heads, kv_heads, dim, rope.shape[-1], slots, rope.shape[0], gated,
         "keys" if values_are_keys else "own", value_norm, cache, dtype_name(qkv.dtype), repr(eps), value is not None,
+        _key_dim(inputs.get("keys"), dim),
     )  # fmt: skip
     rows = {"qkv": qkv.view(qkv.shape[1:])} | ({} if value is None else {"value": value.view(value.shape[1:])})
     return QK_NORM_ROPE, shape, {**rows, **inputs}
+
+
+def _key_dim(keys: Tensor | None, head_dim: int) -> int:
+    """Return how many numbers of each key a cache holds, or 0 if it holds all."""
+    return 0 if keys is None or keys.shape[3] == head_dim else keys.shape[3]
 
 
 def _make_heads_problem(
@@ -189,10 +200,11 @@ def attend(
 ) -> Operand:  # fmt: skip
     """Return the attention [1, T, H * D] of query [1, T, H, D] on keys and values [1, KV heads, slots, D].
 
-    `positions` [T] are the query's. With a `window`, the slots are a ring of at most that size. `new` holds keys and
-    values [1, KV heads, T, D] of several tokens that are not in the ring yet. `bound` is an upper bound on the number of slots
-    in use; kernels derive the exact number from the positions. With `quantize`, the result for one token is quantized too if
-    packed products would do so (see `toolkit.ops.matmul`). Needs a GPU and heads for which `HeadLayout.fits`.
+    `positions` [T] are the query's. Keys may hold only some numbers, as in `write_heads`. With a `window`, the slots are
+    a ring of at most that size. `new` holds keys and values [1, KV heads, T, D] of several tokens that are not in the ring yet.
+    `bound` is an upper bound on the number of slots in use; kernels derive the exact number from the positions. With
+    `quantize`, the result for one token is quantized too if packed products would do so (see `toolkit.ops.matmul`). Needs a GPU
+    and heads for which `HeadLayout.fits`.
     """
     own = (None, None) if new is None else tuple(new)
     limit = keys.shape[2] if bound is None else bound
@@ -249,7 +261,7 @@ def _attention_problem(
     inputs = {"query": query, "keys": keys, "values": values, "positions": positions}
     if tokens == 1 and keys.shape[2] <= window:
         window = 0  # one token sees the whole ring
-    about = (heads, keys.shape[1], dim, keys.shape[2], window, dtype_name(query.dtype), scale != 1.0)
+    about = (heads, keys.shape[1], dim, keys.shape[2], window, dtype_name(query.dtype), scale != 1.0, _key_dim(keys, dim))
     if tokens == 1:
         return ATTENTION_DECODE, DecodeShape(*about, quantised=quantize), inputs
     if new_keys is not None and new_values is not None:
@@ -278,11 +290,13 @@ def slots_in_use(positions: Tensor, bound: int) -> int:
 
 @rule("toolkit::attention")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: list[Tensor]) -> list[Effect]:
-    """Return the kernels that read the slots in use: one for several tokens, where heads wider than 256 take two passes."""
-    query, keys, positions, new_keys, bound = args[0], args[1], args[3], args[4], min(args[9], args[1].shape[2])
+    """Return the kernels that read the slots in use: one for several tokens, slower if a slot has more than 512 numbers."""
+    (query, keys, values, positions, new_keys), bound = args[:5], min(args[9], args[1].shape[2])
     slots = slots_in_use(positions, bound) if new_keys is None else bound + query.shape[1]
-    moved = 2 * nbytes(query) + 2 * slots * nbytes(keys) // keys.shape[2]
-    flops = 4.0 * query.numel() * slots
+    moved = 2 * nbytes(query) + slots * (nbytes(keys) + nbytes(values)) // keys.shape[2]
+    stored, dim = keys.shape[3], values.shape[3]
+    products = stored + dim + (dim if stored < dim else 0)  # values that stand for keys take part in the scores, too
+    flops = 2.0 * query.shape[1] * query.shape[2] * slots * products
     if query.shape[1] > 1:
-        return launches("attention", 1, moved, flops, share=0.47 * min(1.0, 256 / query.shape[3]))
+        return launches("attention", 1, moved, flops, share=0.47 * min(1.0, 512 / (stored + dim)))
     return launches("attention", 2, moved, flops, floor=DECODE_FLOOR)

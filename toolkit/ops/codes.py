@@ -195,7 +195,8 @@ def _attention_problem(
     from toolkit.kernels.attention_codes import ATTENTION_CODES, CodesShape
 
     (_, _, heads, dim), (_, kv_heads, slots, _) = query.shape, keys.shape
-    shape = CodesShape(heads, kv_heads, dim, slots, 0, dtype_name(query.dtype), scale != 1.0, quantize, codes)
+    about = (heads, kv_heads, dim, slots, 0, dtype_name(query.dtype), scale != 1.0)
+    shape = CodesShape(*about, quantised=quantize, codes=codes)
     inputs = {"query": query, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
     return ATTENTION_CODES, shape, {**inputs, "signs": signs, "positions": positions}
 

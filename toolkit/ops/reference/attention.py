@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.kernels.shared_keys import shared_numbers, stored_numbers
+
 
 def rope_of(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rotary table [T, 2, 2 F] of `positions` [T] for `frequencies` [F] in radians per position, fp32."""
@@ -59,14 +61,19 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     """Return the attention [1, T, H * D] of query [1, T, H, D] on key and value [1, KV heads, S, D] with mask [T, S].
 
     The query heads that share a KV head form the rows of one matrix, so keys and values are never repeated; for T = 1 all
-    reshapes are views. This doesn't use `scaled_dot_product_attention`, which picks a different implementation per device,
-    dtype and version, some of which make copies.
+    reshapes are views. Keys [1, KV heads, S, key_dim] may hold only the numbers that differ from the values (see
+    `toolkit.kernels.shared_keys`). This doesn't use `scaled_dot_product_attention`, which picks a different implementation per
+    device, dtype and version, some of which make copies.
     """
     _, t, heads, dim = query.shape
     kv, slots = key.shape[1:3]
     each = heads // kv
     rows = query.view(t, kv, each, dim).transpose(0, 1).reshape(kv, t * each, dim)
-    scores = torch.bmm(rows, key[0].transpose(1, 2)).view(kv, t, each, slots)
+    scores = torch.bmm(stored_numbers(rows, key.shape[3]), key[0].transpose(1, 2))
+    if key.shape[3] < dim:
+        others = rows.masked_fill(~shared_numbers(dim, key.shape[3], rows.device), 0)
+        scores = torch.baddbmm(scores, others, value[0].transpose(1, 2))
+    scores = scores.view(kv, t, each, slots)
     weights = torch.add(mask[:, None], scores, alpha=scale).softmax(-1)
     out = torch.bmm(weights.to(value.dtype).view(kv, t * each, slots), value[0])
     return out.view(kv, t, each, dim).transpose(0, 1).reshape(1, t, heads * dim)
