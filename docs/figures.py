@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import re
+import statistics
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -156,10 +157,10 @@ def read_rates_8_bits() -> str:
 def quantized_caches() -> dict[str, str]:
     """Return the times of attention on quantized caches of 131,072 slots in a layer of Gemma 4 31B, and captured steps."""
     tuned = json.loads((ROOT / "toolkit" / "tune" / "tuned" / "h200.json").read_text(encoding="utf-8"))["kernels"]
-    rate, slots, kv_heads, head_dim = speed_records()[0]["read_bytes_per_s"], 131_072, 4, 512
-    found = {"plain_us": f"{1e6 * slots * kv_heads * head_dim * 2 * 2 / rate:.0f}"}
+    rate, slots, kv_heads, head_dim, key_dim = speed_records()[0]["read_bytes_per_s"], 131_072, 4, 512, 128
+    found = {"plain_us": f"{1e6 * slots * kv_heads * (head_dim + key_dim) * 2 / rate:.0f}"}
     for name, scheme in KV_SCHEMES.items():
-        sizes = f"heads=32 kv_heads={kv_heads} head_dim={head_dim} slots={slots} window=0 dtype=bfloat16 scaled=False"
+        sizes = f"heads=32 kv_heads={kv_heads} head_dim={head_dim} slots={slots} window=0 dtype=bfloat16 scaled=False key_dim=0"
         rows = tuned["attention_codes"][f"{sizes} quantised=True codes={name}"].values()
         us = min(row["us"] for row in rows if row["verdict"] == "ok")
         share = slots * kv_heads * scheme.bytes_per_token(head_dim) / us * 1e6 / rate
@@ -167,6 +168,20 @@ def quantized_caches() -> dict[str, str]:
     steps = {(row.get("kv", "plain"), row["prompt"]): row["ms"] for row in record("h200_quantized_caches")["rows"]}
     found |= {f"{kv}_{prompt}_ms": f"{ms:.2f}" for (kv, prompt), ms in steps.items()}
     return found | {"int4_kept": f"{100 * steps['int4', 512] / steps['int4', 130_000]:.0f}"}
+
+
+def shared_keys() -> str:
+    """Return the table of captured steps with caches of whole keys, and of keys of which a cache holds a part."""
+    rows = []
+    for gpu in ("h200", "h100"):
+        made = record(f"{gpu}_shared_keys")
+        found: dict[int, dict[str, list[float]]] = {}
+        for row in made["rows"]:
+            found.setdefault(row["prompt"], {}).setdefault(row["keys"], []).append(row["ms"])
+        for prompt, ms in found.items():
+            whole, part = (statistics.median(ms[keys]) for keys in ("whole", "in part"))
+            rows.append([made["gpu"], f"{prompt:,}", f"{whole:.2f} ms", f"{part:.2f} ms", f"{100 * (part / whole - 1):+.1f} %"])
+    return table(["GPU", "tokens before", "whole keys", "a quarter of each key", "difference"], rows)
 
 
 def loads() -> str:
@@ -559,6 +574,7 @@ def substitutions() -> dict[str, Any]:
         "memory": memory_figures(), "captured": captured_steps(),
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
+        "table_shared_keys": shared_keys(),
         "table_first_runs": first_runs(),
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),
