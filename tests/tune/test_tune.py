@@ -20,6 +20,7 @@ from toolkit import tune
 from toolkit.core.errors import CancelledError, ToolkitError, UnknownNameError
 from toolkit.core.progress import Counter
 from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.opening import open_device
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
 from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 from toolkit.tune import compiling, lookup, store, tuner
@@ -457,6 +458,10 @@ def test_which_gpu_is_meant() -> None:
     assert card is not None
     assert (card.key, card.present, card.facts.compute_capability) == ("rtx-5090", False, "12.0")
     assert find_card("cpu") is None
+    sized = find_card(open_device("virtual:8GiB"))
+    assert sized is not None
+    assert sized == find_card("virtual:8GiB")
+    assert sized.spec.memory_bytes == 8 << 30
     with pytest.raises(UnknownNameError, match="cuda:first"):
         find_card("cuda:first")
     assert find_card(CATALOGUE["l4"]) == find_card("l4")

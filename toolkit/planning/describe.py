@@ -18,7 +18,6 @@ from toolkit.decode.prefix import check_chunk
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import name_of, open_device
-from toolkit.gpu.virtual.device import spec_of
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
 from toolkit.loading.layout import lay_out
@@ -162,7 +161,5 @@ def _figures(device: Device | GpuSpec | str) -> GpuSpec | None:
     name = device.name if isinstance(device, Device) else name_of(device)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "h200"
-    if name.startswith("virtual:"):
-        return spec_of(name.removeprefix("virtual:"))
     card = find_card(name)
     return None if card is None else card.spec

@@ -46,7 +46,7 @@ class Card:
 
 
 def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto") -> Card | None:
-    """Return the GPU called `device`: "h200" (or "virtual:h200"), "cuda:1", a device of `tk.device` or torch; None for the CPU.
+    """Return the GPU called `device`: "h200", "virtual:8GiB", "cuda:1", a device of `tk.device` or torch; None for the CPU.
 
     "auto" is the first CUDA GPU, or None without one. A name of the catalogue never means the GPU in this machine; "cuda"
     does. Raises UnknownNameError for an unknown name, and DeviceError if CUDA is not available.
@@ -65,14 +65,13 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
         return None
     if kind == "cuda" and (not rest or rest.isdecimal()):
         return present_card(int(rest) if rest.isdecimal() else torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    if kind == "vgpu":
-        from toolkit.gpu.virtual.device import current_virtual
+    if kind in ("vgpu", "virtual"):
+        from toolkit.gpu.virtual.device import current_virtual, spec_of
 
-        return _absent(current_virtual().spec)
-    key = rest if kind == "virtual" else name
-    if key not in CATALOGUE:
-        raise unknown_name("GPU", key, ["auto", "cuda", *CATALOGUE])
-    return _absent(CATALOGUE[key])
+        return _absent(current_virtual().spec if kind == "vgpu" else spec_of(rest))
+    if name not in CATALOGUE:
+        raise unknown_name("GPU", name, ["auto", "cuda", *CATALOGUE])
+    return _absent(CATALOGUE[name])
 
 
 def find_cards(gpus: Any = None) -> list[Card]:
