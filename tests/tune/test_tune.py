@@ -352,6 +352,14 @@ def test_warm_without_a_gpu_compiles_and_says_so(monkeypatch: pytest.MonkeyPatch
     assert read_tuned("h200") is None
 
 
+def test_warm_without_a_gpu_shows_stored_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned([SMALL], FakeClock())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    table = tune.warm([(TOY, ODD)], configs=[SMALL, MEDIUM], progress=False)
+    assert [row.clock for row in table.rows] == ["measured", "modelled"]
+    assert table.notes[0].endswith("stored timings are shown as measured, other times are modelled.")
+
+
 def test_problems_of_one_kernel_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -106,9 +106,8 @@ def warm(
         here = "this machine has no CUDA GPU"
         if torch.cuda.is_available():
             here = f'"{card.key}" is an entry of the catalogue, and "cuda" is the GPU of this machine'
-        return joined(
-            found, [f"Nothing was timed: {here}. Configs were compiled for {card.spec.name}, and their times are modelled."]
-        )
+        shown = f"Configs were compiled for {card.spec.name}: stored timings are shown as measured, other times are modelled"
+        return joined(found, [f"Nothing was timed: {here}. {shown}."])
     clock = CudaClock()
     assert card.index is not None
     with torch.cuda.device(card.index):
