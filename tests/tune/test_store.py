@@ -242,6 +242,10 @@ def test_merging(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, told = run(capsys, "merge", folder / "a", folder / "other", "--out", folder / "c")
     assert status == 1
     assert "Merge only files of the same GPU" in told
+    (folder / "other").write_text(Tuned(replace(H200, sms=114), ROWS).to_text())  # cards of one name differ in their SMs
+    told = run(capsys, "merge", folder / "a", folder / "other", "--out", folder / "c")[1]
+    assert "other has timings of a NVIDIA H200 with 114 SMs" in told
+    assert "a of a NVIDIA H200 with 132 SMs" in told
 
 
 @pytest.mark.parametrize(("command", "says"), [

@@ -132,7 +132,7 @@ def _merge(options: argparse.Namespace) -> None:
     whole, *others = [Tuned.read(path) for path in options.files]
     for path, other in zip(options.files[1:], others, strict=True):
         if not other.device.same_card(whole.device):
-            found = f"{path} has timings of a {other.device.name}, {options.files[0]} of a {whole.device.name}"
+            found = f"{path} has timings of {other.device.card}, {options.files[0]} of {whole.device.card}"
             raise FormatError("merging timings", found, "Merge only files of the same GPU")
         whole.merge(other)
     _write(options.out, whole)

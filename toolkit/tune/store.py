@@ -73,6 +73,11 @@ class DeviceFacts:
     sm_clock_mhz: _Count = 0
     memory_clock_mhz: _Count = 0
 
+    @property
+    def card(self) -> str:
+        """The model for messages: "a NVIDIA H200 with 132 SMs"."""
+        return f"a {self.name} with {self.sms} SMs"
+
     def same_card(self, other: DeviceFacts) -> bool:
         """Return whether both are the same model with the same SM count. Clocks and visible memory may differ."""
         return (self.name, self.compute_capability, self.sms) == (other.name, other.compute_capability, other.sms)
@@ -223,7 +228,7 @@ def _read_or_rename(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned
         found = Tuned.read(path)
         if device is None or found.device.same_card(device):
             return found
-        why = f"it has timings of {_card(found.device)}, but this GPU is {_card(device)}"
+        why = f"it has timings of {found.device.card}, but this GPU is {device.card}"
     except FormatError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
@@ -238,10 +243,6 @@ def _read_or_rename(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned
         path.rename(renamed)
     tell(f"{path.name} was renamed to {renamed.name}: {why}. A new file will be written.")
     return None
-
-
-def _card(device: DeviceFacts) -> str:
-    return f"a {device.name} with {device.sms} SMs"
 
 
 def _free_name(path: Path) -> Path:
