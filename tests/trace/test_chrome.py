@@ -188,6 +188,18 @@ def test_the_rank_of_a_distributed_trace(tmp_path):
     assert tk.open_trace(path)["rank"].tolist() == [3]
 
 
+def test_fields_may_follow_the_events(tmp_path):
+    path = tmp_path / "a"
+    fields = {"deviceProperties": [{"name": "H200"}], "distributedInfo": {"rank": 3, "world_size": 8}}
+    head = {"schemaVersion": 1, "traceEvents": [kernel(ts=5)]}
+    path.write_text(json.dumps({**head, **fields, "baseTimeNanoseconds": 1000}))
+    trace = tk.open_trace(path)
+    assert trace["rank"].tolist() == [3]
+    assert (trace.meta["device"], trace.meta["world_size"], trace.meta["origin_ns"]) == ("H200", 8, 6000)
+    path.write_text(json.dumps(head)[:-1] + ', "stackFrames": {}, }')  # not JSON
+    assert tk.open_trace(path).meta["origin_ns"] == 5000
+
+
 # ---- other tools
 
 

@@ -63,6 +63,14 @@ def read_chrome(path: Path) -> Trace:
     return trace
 
 
+def _about(head: dict[str, Any]) -> dict[str, Any]:
+    """Return the `meta` of a trace, given the fields beside its events."""
+    gpus = head.get("deviceProperties")
+    first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
+    name = first.get("name")
+    return {"device": name if isinstance(name, str) else "unknown device", "format": "chrome", **distributed_job(head)}
+
+
 def _ns(us: float) -> int:
     return round(us * 1000)
 
@@ -71,12 +79,8 @@ class _Kineto:
     """Collects the events of PyTorch's profiler."""
 
     def __init__(self, head: dict[str, Any]) -> None:
-        gpus = head.get("deviceProperties")
-        first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
-        name = first.get("name")
-        self.meta: dict[str, Any] = {"device": name if isinstance(name, str) else "unknown device", "format": "chrome"}
-        self.meta |= distributed_job(head)
-        self.kineto = "schemaVersion" in head
+        self.head = head  # without the fields after the events until `trace`
+        self.meta: dict[str, Any] = {}
         self.strings, self.rows, self.calls, self.foreign = Strings(), Rows(), Calls(), Foreign()
         self.ranges: list[Range] = []
         self.threads: dict[Any, int] = {}
@@ -192,6 +196,7 @@ class _Kineto:
 
     def trace(self) -> Trace:
         """Return the Trace of the collected events."""
+        self.meta = _about(self.head) | self.meta
         rows = self.comms.complete(self.rows.columns())
         if not len(rows["kind"]) and not self.ranges:
             return self.foreign.trace(self.meta)
@@ -214,7 +219,7 @@ class _Kineto:
         if self.sync_streams and len(waits):
             found = [self.sync_streams.get(c, -1) for c in rows["correlation"][waits].tolist()]
             rows["stream"][waits] = found
-        if self.kineto and self.last_call[1] == _PROFILERS_OWN_WAIT:
+        if "schemaVersion" in self.head and self.last_call[1] == _PROFILERS_OWN_WAIT:
             keep = ~((rows["kind"] == KIND["sync"]) & (rows["start_ns"] == self.last_call[0]))
             rows = {name: column[keep] for name, column in rows.items()}
         return rows

@@ -9,6 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ _NOT_JSON = re.compile(r"(:\s*)-?(?:inf|nan)(?=\s*[,}\]])", re.IGNORECASE)  # C+
 
 
 class EventScanner:
-    """An iterable over the events (dicts) of a file. Once iteration has begun, `head` has the fields before the events.
+    """An iterable over the events (dicts) of a file.
+
+    Once iteration has begun, `head` has the fields before the events; once it has ended, also those after them.
 
     Reads both forms of the format, {"traceEvents": [...]} and a bare [...]. Iteration raises TraceError when it reaches a
     place where the text ends too early or is not JSON, after yielding the events before that place.
@@ -126,8 +129,12 @@ class EventScanner:
     def _check_end(self, rest: str, chunks: Iterator[str], bare: bool) -> None:
         for chunk in chunks:
             rest = (rest + chunk)[-_CHUNK:]
-        if not bare and not rest.rstrip().endswith("}"):
+        if bare:
+            return
+        if not rest.rstrip().endswith("}"):
             raise self.damaged("the text ends after its events, before the closing brace")
+        with suppress(ValueError):  # too long: some tools write tables of stack frames
+            self.head |= parse_json(_NOT_JSON.sub(r"\1null", "{" + rest.lstrip().removeprefix(",")), dict[str, Any])
 
     def damaged(self, found: str) -> TraceError:
         """Return the error for a truncated or damaged file."""
