@@ -273,6 +273,8 @@ def test_flipped_bytes_never_crash(tmp_path):
         (b'{"a": "' + b"x" * 3_000_000, "not JSON|no .traceEvents."),
         (b'{"traceEvents": []}', "no events"),
         (b"[]", "no events"),
+        (b'[{"ph": "B", "name": "a", "ts": 1}, {"ph": "E", "ts": 2}]', "neither events of a GPU nor ranges"),
+        (b'{"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "process_name"}]}', "neither events of a GPU nor ranges"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[}", "text ends|not JSON"),
         (b'{"traceEvents": [{"a": 1}', "text ends"),

@@ -60,6 +60,9 @@ def read_chrome(path: Path) -> Trace:
         if not len(trace):
             raise TraceError(scanner.asked, found, do)
         warnings.warn(f"{path.name}: {found}, so only ranges are shown. {do}.", stacklevel=3)
+    if isinstance(reader, _Kineto) and not len(trace):
+        found = "it has neither events of a GPU nor ranges"
+        raise TraceError(scanner.asked, found, 'Record some work on a GPU. Ranges are complete events ("ph": "X")')
     return trace
 
 
