@@ -650,6 +650,33 @@ def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, a
     assert second.model is model
 
 
+def test_one_of_several_labs_loads_or_generates_at_a_time(app: Lab, model: SimpleNamespace) -> None:
+    """They share the device: its clock would add up the work of both, and two recordings can't be made at once."""
+    loaded(app).decoding.b_field.value = "(none)"
+    third = loaded(Lab())
+    second = loaded(Lab())
+    gate, second.decoding.a_field.value, second.decoding.b_field.value = held(model), "host-sampling", "(none)"
+    app.generate()
+    assert gate.reached.wait(SOON_S)
+    second.generate()
+    third.load()
+    for other in (second, third):
+        for _ in range(SOON_S * 100):
+            if "waiting for another Lab" in other.work.text.value:
+                break
+            time.sleep(0.01)
+        assert "waiting for another Lab" in other.work.text.value
+    third.cancel()
+    assert third.wait(SOON_S)
+    assert "Cancelled. It was waiting for another Lab." in third.loading.status.value
+    assert third.model is model
+    gate.opened.set()
+    assert app.wait(SOON_S)
+    assert second.wait(SOON_S)
+    assert [strategy for strategy, *_ in model.calls] == ["roundtrip"] * 2 + ["host-sampling"] * 2
+    assert app.error is second.error is None
+
+
 def test_without_a_tokenizer_the_prompt_is_token_ids() -> None:
     bare, speaking = SimpleNamespace(tokenizer=None), SimpleNamespace(tokenizer=object())
     assert prompt_of("1, 2 30", bare) == [1, 2, 30]

@@ -101,7 +101,7 @@ class GeneratePanel(Panel):
 
     def generate(self) -> None:
         """Generate text, like the Generate button. Returns at once, and does nothing if other work is running."""
-        self._work.run("Generating", self.generate_now, self.status)
+        self._work.run("Generating", self.generate_now, self.status, alone=True)
 
     def enable(self, idle: bool) -> None:
         """Enable or disable the buttons."""

@@ -77,7 +77,7 @@ class LoadPanel(Panel):
 
     def load(self) -> None:
         """Load the chosen model, like the Load button. Returns at once, and does nothing if other work is running."""
-        self._work.run(f"Loading {self.model_field.value.strip()}", self.load_now, self.status)
+        self._work.run(f"Loading {self.model_field.value.strip()}", self.load_now, self.status, alone=True)
 
     def look(self) -> None:
         """Show the model without loading it, like the "What it costs" button. Returns at once."""

@@ -1,14 +1,15 @@
 """The Lab's running work: one thread, and one bar above the tabs with its share, its time and Cancel.
 
 Widgets don't respond while a cell runs, so work runs in a thread. Only one piece of work runs at a time. Its errors are shown
-in the panel that began it.
+in the panel that began it. Of several Labs, one at a time loads or generates.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from html import escape
 
 import ipywidgets as widgets
@@ -19,6 +20,7 @@ from toolkit.ui.progress import ProgressBar
 
 UPDATES_PER_S = 8  # front ends drop messages that come much faster
 _TICK_S = 0.5  # between two updates of the elapsed time
+_device = threading.Lock()  # held by the Lab that loads or generates
 
 
 class Work(ProgressBar):
@@ -39,15 +41,18 @@ class Work(ProgressBar):
         """Whether work is running."""
         return self._worker is not None and self._worker.is_alive()
 
-    def run(self, title: str, work: Callable[[], None], status: widgets.HTML) -> None:
-        """Run `work` in a thread, shown as `title`. An error is shown in `status`. Does nothing if other work is running."""
+    def run(self, title: str, work: Callable[[], None], status: widgets.HTML, alone: bool = False) -> None:
+        """Run `work` in a thread, shown as `title`. An error is shown in `status`. Does nothing if other work is running.
+
+        Work that runs `alone` waits for that of other Labs: they would mix their times and events on one device.
+        """
         with self._start:
             if self.busy:
                 return
             self.cancelled.clear()
             self.error, self.stopped, self._next = None, False, 0.0
             self.begin(title)
-            self._worker = threading.Thread(target=self._guard, args=(work, status), name=f"lab {title}", daemon=True)
+            self._worker = threading.Thread(target=self._guard, args=(work, status, alone), name=f"lab {title}", daemon=True)
             self._changed(False)
             self._worker.start()
 
@@ -71,13 +76,14 @@ class Work(ProgressBar):
         self._next = now + 1 / UPDATES_PER_S
         return True
 
-    def _guard(self, work: Callable[[], None], status: widgets.HTML) -> None:
+    def _guard(self, work: Callable[[], None], status: widgets.HTML, alone: bool) -> None:
         """Run `work`. Show its error in `status`, and keep the exception."""
         ended, how = threading.Event(), "done"
         clock = threading.Thread(target=self._tick, args=(ended,), name="lab clock", daemon=True)
         clock.start()
         try:
-            work()
+            with self._turn() if alone else nullcontext():
+                work()
         except CancelledError as error:
             how, status.value = "cancelled", f"Cancelled. {escape(error.do)}."
         except BaseException as error:  # nothing above this thread would report it
@@ -88,6 +94,18 @@ class Work(ProgressBar):
             clock.join()  # it would draw over how the work ended
             self.rest("cancelled" if self.stopped and how == "done" else how)
             self._changed(True)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until no other Lab loads or generates."""
+        while not _device.acquire(timeout=_TICK_S):
+            self.share(0, phase="waiting for another Lab")
+            if self.cancelled.is_set():
+                raise CancelledError(self._title, "it was cancelled", "It was waiting for another Lab")
+        try:
+            yield
+        finally:
+            _device.release()
 
     def draw(self, note: str = "") -> None:
         """Show the share and the time, or that the work is being cancelled."""
