@@ -479,7 +479,9 @@ def test_a_load_that_fails_for_generate_does_not_seem_to_go_on(app: Lab) -> None
 
 @pytest.mark.parametrize(("device", "path", "told"), [
     ("virtual:h2000", "demo/qwen3", "h2000"), ("virtual:2xh2000", "demo/qwen3", "h2000"),
-    ("virtual:h200", "demo/qwen", "demo/qwen"), ("virtual:h200", "no/such/model.gguf", "no/such/model.gguf"),
+    ("virtual:65xh200", "demo/qwen3", "from 1 to 64"), ("64xcuda", "demo/qwen3", "they need no hardware"),
+    ("virtual:h200", "demo/qwen", "demo/qwen"), ("virtual:h200", "random/qwen", "random/qwen3-8b"),
+    ("virtual:h200", "no/such/model.gguf", "no/such/model.gguf"),
 ])  # fmt: skip
 def test_a_mistyped_name_keeps_the_model(app: Lab, model: SimpleNamespace, device: str, path: str, told: str) -> None:
     loaded(app)

@@ -195,17 +195,20 @@ def find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _is_random(asked: str) -> bool:
-    return asked.partition("/")[0] == "random" and not os.path.exists(asked)
+    """Return whether `asked` is "random/NAME". Raises ToolkitError if there is no such name."""
+    family, _, name = asked.partition("/")
+    if family != "random" or os.path.exists(asked):
+        return False
+    if name not in SHAPES:
+        raise unknown_name("random model", asked, [f"random/{known}" for known in SHAPES])
+    return True
 
 
 def _random(asked: str) -> Checkpoint | None:
     """Return the checkpoint for "random/NAME", or None if `asked` is something else."""
     if not _is_random(asked):
         return None
-    name = asked.partition("/")[2]
-    if name not in SHAPES:
-        raise unknown_name("random model", asked, [f"random/{known}" for known in SHAPES])
-    values = SHAPES[name].config
+    values = SHAPES[asked.partition("/")[2]].config
     architecture = _architecture(values["model_type"], asked)
     config = architecture.Config.from_hf(values)
     return Checkpoint(Path(asked), None, architecture, config, architecture.names_hf(config), torch.bfloat16)

@@ -51,7 +51,7 @@ def cluster(device: str, ranks: object = None, *, timeout_s: float = TIMEOUT_S, 
     Raises DeviceError or UnknownNameError if the machine doesn't have such devices, and RankError if ipyparallel is missing,
     `ranks` is not a number from 1 to 64, or a process can't be started or has other versions of PyTorch, Python or the toolkit.
     """
-    kind, count = _checked(device, ranks)
+    kind, count = checked(device, ranks)
     asked = f"a cluster of {plural(count, 'rank')} with {kind}"
     for name, seconds in (("timeout_s", timeout_s), ("silent_s", silent_s)):
         if (found := real(seconds)) is None or not 1 <= found <= 1e6:
@@ -301,7 +301,7 @@ def several(device: str) -> tuple[str, int] | None:
     return (f"{found[1] or ''}{found[3]}", int(found[2])) if found else None
 
 
-def _checked(device: str, ranks: object) -> tuple[str, int]:
+def checked(device: str, ranks: object = None) -> tuple[str, int]:
     """Return the device that each rank opens and the number of ranks. Raises an error for what this machine doesn't have."""
     asked = f"a cluster of {brief(device)}" + (f" with ranks={brief(ranks)}" if ranks is not None else "")
     kind, number = several(str(device)) or (str(device), None)

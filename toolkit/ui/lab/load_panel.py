@@ -21,7 +21,7 @@ from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import costs
-from toolkit.ranks.cluster import Cluster, cluster, several
+from toolkit.ranks.cluster import Cluster, checked, cluster, several
 from toolkit.ranks.remote import RankedModel
 from toolkit.ui.figures.model import html_of
 from toolkit.ui.lab.code import CopyAsCode, Name, call
@@ -189,8 +189,7 @@ class LoadPanel(Panel):
         if self.cluster is None or self.cluster.closed or several(name) != (self.cluster.device, self.cluster.ranks):
             self.end_cluster("")
             self.status.value = f"Starting the processes of {escape(name)} ..."
-            with without_gpu(name, _NO_GPUS):
-                self.cluster = cluster(name)
+            self.cluster = cluster(name)
         if self._work.cancelled.is_set():
             self.end_cluster("")
             raise CancelledError(f"loading {path}", "it was cancelled", "Press Load to start again")
@@ -216,12 +215,13 @@ _panels: weakref.WeakSet[LoadPanel] = weakref.WeakSet()
 
 def _check_names(name: str, path: str) -> None:
     """Raise ToolkitError if there is no such device or model. Opens no virtual GPU: another one may hold the loaded model."""
-    device, ranks = several(name) or (name, 1)
-    if device.startswith("virtual:"):
-        spec_of(device.removeprefix("virtual:"))
-    elif ranks == 1:
-        with without_gpu(name, _NO_GPU):
-            open_device(device)
+    with without_gpu(name, _NO_GPUS if several(name) else _NO_GPU):
+        if several(name):
+            checked(name)
+        elif name.startswith("virtual:"):
+            spec_of(name.removeprefix("virtual:"))
+        else:
+            open_device(name)
     resolve(path)
 
 
