@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from synthetic import decode_loop, many_events, ranks
 from test_view import parse
 
 from toolkit.trace.columns import KINDS
+from toolkit.trace.opening import open_trace
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.page import write_page
 from toolkit.ui.timeline.track import Track
@@ -114,6 +116,24 @@ def test_measured_and_modelled_side_by_side_are_labelled(browser, tmp_path: Path
     assert "solid: measured time" in words
     assert "hatched: modelled time" in words
     assert "modelled, not measured" in page.inner_text(FRAME)
+    page.close()
+
+
+def test_overlapping_events_count_once_in_the_share_of_their_lane(browser, tmp_path: Path) -> None:
+    """As in "Sums". In a CUDA graph, a kernel may begin before the previous one of its stream ends."""
+    page = browser.new_page()
+    page.add_init_script("""window.drawn = []; const pen = CanvasRenderingContext2D.prototype, { fillText } = pen;
+      pen.fillText = function (...given) { drawn.push(given[0]); fillText.apply(this, given) }""")
+    page.goto(open_trace("h200/qwen3/cuda-graph").to_html(tmp_path / "a.html").as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    page.focus(f"{FRAME} canvas")
+    page.keyboard.press("s")
+    sums = page.locator(".tk-sums tr:has-text('kernels stream 0')")
+    sums.wait_for()
+    drawn = page.evaluate("drawn")
+    parts = zip(drawn, drawn[1:], drawn[2:], strict=False)
+    shares = [share for lane, share, place in parts if (lane, place) == ("kernels", "stream 0")]
+    assert shares[-1] == re.search(r"\((.+ %)\)", sums.inner_text())[1]
     page.close()
 
 

@@ -200,13 +200,16 @@ class TimelinePainter extends CanvasPainter {
     const shown = this.meta.tracks.map((track) => track.lanes.map(() => 0));
     view.counts.forEach((counts, t) => counts.forEach((count, index) => {
       const lane = this.lanes[first + index];
+      let reached = GUTTER; // the end of the events so far, which may overlap
       for (const stop = i + count; i < stop; i++) {
         const x0 = this.x(view.t0 + view.x0[i] * perPixel), x1 = this.x(view.t0 + view.x1[i] * perPixel);
         if (x1 < GUTTER - 2 || x0 > this.width) continue;
         const wide = Math.max(x1 - x0 > 4 && view.count[i] === 1 ? x1 - x0 - 0.6 : x1 - x0, 1);
         // in proportion: an event that is narrower than a pixel is lower instead
         const share = (view.level[i] / 255) * Math.min(1, x1 - x0), high = Math.max(LEAST, LANE * share);
-        shown[lane.track][index] += (x1 - x0) * (view.level[i] / 255);
+        const until = Math.max(reached, Math.min(x1, this.width));
+        shown[lane.track][index] += (until - Math.max(x0, reached)) * (view.level[i] / 255);
+        reached = until;
         pen.fillStyle = this.fill(lane.kind, view.kind[i] & MODELLED);
         pen.fillRect(x0, lane.top ? lane.y : lane.y + LANE - high, wide, high);
         this.boxes.push({ i, lane, x0, x1: x0 + wide });
