@@ -158,6 +158,19 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     shot(page, "timeline-light")
 
 
+def test_enter_goes_to_the_step_that_was_typed(notebook) -> None:
+    page = notebook(SETUP, ONE)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    for typed, shown in (("2", "2"), ("99", "5")):
+        page.get_by_label("Go to step").select_text()
+        page.keyboard.type(typed)
+        page.keyboard.press("Enter")
+        expect(status(page)).to_contain_text(f"of step {shown}")
+        expect(page.get_by_label("Go to step")).to_have_value(shown)
+    page.keyboard.press("p")  # the timeline has the focus
+    expect(status(page)).to_contain_text("of step 4")
+
+
 def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:
     page = notebook(SETUP, TWO, dark=True)
     page.wait_for_selector(f"{FRAME}[data-ms]")

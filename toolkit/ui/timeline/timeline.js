@@ -275,7 +275,10 @@ function mount(root, provider, meta) {
   const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Selected event" });
   const sums = element("div", { class: "tk-detail tk-sums", hidden: "", role: "region", "aria-label": "Sums of a range", "aria-live": "polite" });
   const tables = element("div", { class: "tk-tables", hidden: "", tabindex: "0", role: "region", "aria-label": "Copies per step" });
-  const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => stepInput.value !== "" && goto(Number(stepInput.value)) });
+  const stepInput = element("input", {
+    type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => stepInput.value !== "" && goto(Number(stepInput.value)),
+    onkeydown: (event) => event.key === "Enter" && canvas.focus({ preventScroll: true }), // in a notebook, Enter alone changes nothing
+  });
   const tableButton = button("Copies per step as a table", "Table", () => toggleTable(), { "aria-expanded": "false" });
   const wholeButton = button("Everything, or one step (o)", "Overview", () => toggle());
   const found = element("span", { class: "tk-found", role: "status", "aria-live": "polite" });
