@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -76,6 +77,19 @@ def test_output_that_nobody_reads_ends_the_command_quietly(command: list[str]) -
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell that can close standard output")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file of Linux")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("command", [["toolkit", "open", "h200/qwen3/roundtrip"], ["toolkit.tune", "show", "h200"]])
+def test_output_to_a_full_disk_is_one_line(command: list[str], buffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        environment = os.environ | {"PYTHONUNBUFFERED": buffered}
+        done = subprocess.run(
+            [sys.executable, "-m", *command], stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False
+        )
+    assert done.stderr == "OSError: [Errno 28] No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_without_standard_output_a_command_still_runs() -> None:
     command = f"{shlex.quote(sys.executable)} -m toolkit.tune show h200 >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=120)

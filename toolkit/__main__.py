@@ -23,7 +23,7 @@ import toolkit as tk
 from toolkit.core.distributed import announcing, join, leave, started
 from toolkit.core.errors import RankError
 from toolkit.core.files import check_writable
-from toolkit.core.units import drop_output, print_any_text
+from toolkit.core.units import drop_output, print_any_text, unwritten
 from toolkit.ranks.runs import collected
 from toolkit.vram.measure import MemoryUse
 
@@ -197,6 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
     except tk.ToolkitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        return unwritten(error)
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return 130  # as the shell reports an end by SIGINT

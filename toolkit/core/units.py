@@ -116,3 +116,10 @@ def print_any_text() -> None:
 def drop_output() -> None:
     """Send the rest of standard output nowhere, because its reader has closed the pipe (`| head`)."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def unwritten(error: OSError) -> int:
+    """Print why standard output, such as a file on a full disk, can't be written. Returns the exit status of the command."""
+    drop_output()
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1

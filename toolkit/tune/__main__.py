@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolkit.core.errors import CancelledError, FormatError, ToolkitError, unknown_name
 from toolkit.core.files import replace_text
-from toolkit.core.units import drop_output, print_any_text, seconds_text
+from toolkit.core.units import drop_output, print_any_text, seconds_text, unwritten
 from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
 
 
@@ -30,6 +30,8 @@ def run(arguments: list[str] | None = None) -> int:
         except ToolkitError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
+        except OSError as error:
+            return unwritten(error)
         except KeyboardInterrupt:
             print("\nStopped. Results so far are stored; run the command again to resume.", file=sys.stderr)
             return 130
