@@ -56,10 +56,12 @@ def named(*names, length=5, gap=10):
         (["load", "decode", "decode", "decode"], "ranges", [-1, 0, 1, 2]),
         (["decode", "decode"], None, [-1, -1]),
         (["layer 0", "layer 1", "layer 0", "layer 1"], None, [-1] * 4),
+        (["step 4 of 10", "step 5 of 10", "step 6 of 10"], "ranges", [4, 5, 6]),
+        (["forward fp16"] * 3, "ranges", [0, 1, 2]),
         (["aten::mm, seq = 1", "aten::mm, seq = 2", "aten::mm, seq = 3"], None, [-1] * 3),
         ([], None, []),
     ],
-    ids=["own", "own-first", "profiler", "numbered", "repeated", "too-few", "layers", "operations", "none"],
+    ids=["own", "own-first", "profiler", "numbered", "repeated", "too-few", "layers", "of-all", "equal", "operations", "none"],
 )
 def test_which_ranges_are_steps(names, source, steps):
     assert steps_among(named(*names)) == (source, steps)

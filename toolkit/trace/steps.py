@@ -71,14 +71,16 @@ def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
 
 
 def _numbers(ranges: list[Range]) -> list[int] | None:
-    """Return the step numbers of ranges of one name: those in the names, or 0, 1, ...; None if they can't be steps."""
+    """Return the step numbers of ranges of one name; None if they can't be steps.
+
+    They are the last numbers in the names that differ in all of them ("step 3 of 10"), or 0, 1, ... if all names are equal.
+    """
     if len(ranges) < _REPEATS or any(a.end_ns > b.start_ns for a, b in pairwise(ranges)):
         return None
-    written = [_NUMBER.findall(r.name) for r in ranges]
-    if not written[0]:
+    if len({r.name for r in ranges}) == 1:
         return list(range(len(ranges)))
-    numbers = [int(found[-1]) for found in written]
-    return numbers if len(set(numbers)) == len(numbers) and max(numbers) < 2**31 else None
+    columns = [list(map(int, column)) for column in zip(*(_NUMBER.findall(r.name) for r in ranges), strict=True)]
+    return next((c for c in reversed(columns) if len(set(c)) == len(c) and max(c) < 2**31), None)
 
 
 def shown_name(name: str) -> str:
