@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from toolkit.bench import decode_copies
-from toolkit.bench.record import about, process_bytes, write_record
+from toolkit.bench.record import about, commit_of, process_bytes, write_record
 from toolkit.core.errors import ToolkitError
 
 FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
@@ -21,6 +22,25 @@ def test_about_has_the_fields_of_shipped_records() -> None:
     shipped = [json.loads(path.read_text()) for path in RESULTS if path.stem != "h200_primitives"]  # older than `about`
     assert len(shipped) > 10
     assert all(list(record)[: len(FIELDS)] == FIELDS for record in shipped)
+
+
+def test_the_commit_is_that_of_the_files_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "environment" / "record.py"
+    file.parent.mkdir()
+    file.touch()
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "of another project")
+    assert commit_of(file) is None
+    git("add", "environment")
+    git("commit", "-m", "with the file")
+    assert commit_of(file) == git("rev-parse", "HEAD")
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    assert commit_of(file) is None
 
 
 def test_a_record_reads_back_and_has_a_line_per_list_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,28 @@ _NUMBERS = re.compile(r"\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]")  # a list 
 def about(device: str) -> dict[str, Any]:
     """Return the date, the device, the GPU's name, the clock ("measured" or "modelled"), and the versions and commit."""
     gpu = open_device(device)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": gpu.name,
         "gpu": torch.cuda.get_device_name(gpu.torch) if gpu.torch.type == "cuda" else gpu.spec.name if gpu.spec else None,
         "clock": gpu.clock,
         "toolkit": __version__,
-        "commit": git.stdout.strip() or None,
+        "commit": commit_of(Path(__file__)),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
     }
+
+
+def commit_of(file: Path) -> str | None:
+    """Return the commit of the repository that has `file`; None if no repository has it, or if git is not installed."""
+    with suppress(OSError):
+        asked = (["ls-files", "--error-unmatch", file.name], ["rev-parse", "HEAD"])
+        known, head = (
+            subprocess.run(["git", *words], cwd=file.parent, capture_output=True, text=True, check=False) for words in asked
+        )
+        return head.stdout.strip() if not known.returncode else None
+    return None
 
 
 def out_file(text: str) -> Path:
