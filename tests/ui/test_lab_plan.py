@@ -169,7 +169,7 @@ def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> 
 
 
 def test_automatic_kv_exports_what_the_plan_found(app: Lab, exporter: Exporter) -> None:
-    app.plan.context_field.value = 65536
+    app.plan.context_field.value = 98304
     planned(app)
     assert app.plan.plan.kv is not None
     (_, (_, code)) = app.plan.code.snippets

@@ -29,17 +29,17 @@ QUESTIONS = {
         who="the cache",
     ),
     "window": Question(
-        hint="Compute both kinds of layers separately. How many tokens does each of them keep?",
+        hint="Compute both kinds of layers separately. How many tokens does each of them keep, and how many numbers of each?",
         why="Three layers keep 64 tokens, however long the text is, and one layer keeps all 1,024. So only one layer in "
         "four still grows.",
-        answer='{"bytes": 3 * (2 * 2 * 64 * 4) * 64 + (2 * 1 * 128 * 4) * 1024}',
+        answer='{"bytes": 3 * (2 * 2 * 64 * 4) * 64 + (1 * (32 + 128) * 4) * 1024}',
         who="the cache",
     ),
     "crossing": Question(
         hint="Read it off the picture: find the place where two lines cross. Which line is below the other one on its right?",
         why="Each of Gemma's tokens needs more at first, because it has 60 layers. After its window of 1,024 tokens, only "
         "10 layers grow, and Qwen3 overtakes it.",
-        answer='{"tokens": 12_800}',
+        answer='{"tokens": 8_700}',
         within=0.25,
         who="the model",
     ),
@@ -161,14 +161,15 @@ def longest_contexts(model: str, card: str) -> pd.DataFrame:
 
 
 def layer_kinds(model: Model) -> pd.DataFrame:
-    """Return one column per kind of attention layer of a Gemma 4: how many layers, their heads, and their window."""
+    """Return one column per kind of attention layer of a Gemma 4: how many layers, their heads, and what their caches keep."""
     import pandas as pd
 
     config: Any = model.config
     columns = {}
     for kind, heads in (("sliding_attention", config.sliding), ("full_attention", config.full)):
         columns[kind] = {
-            "layers": config.layer_types.count(kind), "heads of keys and values": heads.kv_heads, "head_dim": heads.head_dim,
-            "tokens kept": config.sliding_window if kind == "sliding_attention" else "all",
+            "layers": config.layer_types.count(kind), "heads of keys and values": heads.kv_heads,
+            "numbers of a key": heads.head_dim, "numbers of a value": heads.head_dim, "tokens kept": config.sliding_window,
         }  # fmt: skip
+    columns["full_attention"] |= {"numbers of a key": config.key_dim or config.full.head_dim, "tokens kept": "all"}
     return pd.DataFrame(columns)
