@@ -146,6 +146,16 @@ def test_keys_and_values_are_coded_where_that_makes_it_fit(gemma):
     assert not tk.plan(gemma, "rtx-4090", context=98304, kv=None).fits
 
 
+def test_a_quantized_cache_that_saves_nothing_is_not_listed():
+    """While a prompt is fed, the keys and values of one layer are dequantized, and plain keys are stored in part."""
+    shapes = describe("random/gemma4-26b-a4b", "q4_k_m")
+    plans = [tk.plan(shapes, "rtx-4090", context=131072, kv=kv) for kv in (None, "int8", "int4")]
+    plain, coded, smaller = (plan.run_bytes for plan in plans)
+    assert smaller < plain < coded
+    listed = [[pull.saves_bytes for pull in plan.pulled if "kv=" in pull.lever] for plan in plans]
+    assert listed == [[], [], [plain - smaller]]
+
+
 def test_each_lever_saves_what_the_plan_says(gemma):
     plan = tk.plan(gemma, "h200", context=131072, kv=None)
     assert {pull.lever for pull in plan.pulled} == set(Levers.__dataclass_fields__)

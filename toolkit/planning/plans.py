@@ -328,7 +328,7 @@ def _peak(phases: tuple[Phase, ...], card: GpuSpec | None) -> int:
 
 
 def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
-    """Return what each lever saves: the peak without it minus the peak with it, all others unchanged."""
+    """Return what each lever saves at the peak of the export, and a quantized cache at the peak of running: if it does."""
     found = []
     for field in fields(Levers):
         if plan.card is not None and getattr(plan.levers, field.name):
@@ -337,8 +337,10 @@ def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
             if saves > 0:
                 found.append(Pull(field.name, saves, WHY[field.name]))
     if plan.kv is not None:
-        saves = sizes_of(model).state_bytes(plan.context) - plan.sizes.state_bytes(plan.context)
-        found.append(Pull(f'kv="{plan.kv}"', saves, "keys and values are quantized"))
+        without = _run(sizes_of(model), plan.context, plan.chunk, plan.card)
+        saves = _peak(without, plan.card) - plan.run_bytes
+        if saves > 0:  # a prompt dequantizes the keys and values of a layer, which may take more
+            found.append(Pull(f'kv="{plan.kv}"', saves, "keys and values are quantized"))
     return tuple(sorted(found, key=lambda pull: -pull.saves_bytes))
 
 
