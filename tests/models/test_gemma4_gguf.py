@@ -10,7 +10,8 @@ import torch
 from tests.models.cases_gemma4 import CASES, PER_LAYER, _case
 from tests.models.gemma4_gguf import write
 from tests.models.parity import CPU, TOLERANCE, filled, in_double, ours, value_of
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.loading import checkpoint
 from toolkit.loading.checkpoint import open_checkpoint
 from toolkit.models import ARCHITECTURES, gemma4
 from toolkit.weights.gguf_files import GgufFile
@@ -146,3 +147,14 @@ def test_an_opened_file_says_how_many_numbers_rotate(tmp_path):
         told = file.metadata | ({} if divisors is None else {"rope_freqs.weight": divisors})
         config = gemma4.Config.from_gguf(told, {name: t.shape for name, t in file.stored.items()})
         assert (config.full.turning, config.key_dim) == (32, 0)
+
+
+def test_metadata_with_the_name_of_the_tensor_are_not_its_values(tmp_path, monkeypatch):
+    case = next(case for case in CASES if case.name == "as_31b")
+    path = write(tmp_path / "model.gguf", case.values, case.theirs().state_dict())
+    file = GgufFile(path)
+    file.metadata["rope_freqs.weight"] = 5
+    del file.stored["rope_freqs.weight"]
+    monkeypatch.setattr(checkpoint, "open_gguf", lambda path: file)
+    with pytest.raises(ToolkitError, match="rope_freqs"):
+        open_checkpoint(path)

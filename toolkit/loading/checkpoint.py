@@ -1,6 +1,6 @@
 """Open a checkpoint by name or path: config, names of weights and tokenizer are checked.
 
-No weight is read, apart from an embedding that may be the head, too.
+No weight is read, apart from an embedding that may be the head, too, and the frequencies of a rotary embedding in GGUF files.
 
 A checkpoint is a demo model, a Hugging Face folder, a GGUF file, a repository on the Hub, or shapes alone (random/NAME).
 `toolkit.models` defines the architectures and the names of their weights.
@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint that `load` was given, and check names and tokenizer without reading a weight.
+    """Open the checkpoint that `load` was given, and check names and tokenizer without reading large weights.
 
     A repository that is not in the cache is opened by its headers: its checkpoint has shapes and no values.
     """
@@ -275,9 +275,9 @@ def _open_gguf(path: Path) -> Checkpoint:
     weights = open_gguf(path)
     architecture = _architecture(weights.metadata.get("general.architecture"), f"GGUF file {path}")
     freqs = weights.stored.get(ROPE_FREQS)
-    known = freqs is not None and freqs.nbytes < 1 << 16
-    told = {ROPE_FREQS: weights.read(ROPE_FREQS).flatten().tolist()} if known else {}
-    config = architecture.Config.from_gguf(weights.metadata | told, {name: t.shape for name, t in weights.stored.items()})
+    known = freqs is not None and freqs.dtype is not None and freqs.nbytes < 1 << 16
+    told = weights.metadata | {ROPE_FREQS: weights.read(ROPE_FREQS).flatten().tolist() if known else None}
+    config = architecture.Config.from_gguf(told, {name: t.shape for name, t in weights.stored.items()})
     _check_counts(path, config, weights)
     names = architecture.names_gguf(config, weights.stored)
     skipped = _check_names(path, architecture, config, names, weights)
