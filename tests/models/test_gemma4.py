@@ -227,3 +227,22 @@ def test_costs_of_attention_are_what_a_step_reads():
     assert early.state_bytes == 2 * 5 * early.state_per_token_bytes / 2
     experts = next(cost for cost in model.costs(30) if cost.part == "experts")
     assert experts.read_bytes == experts.weight_bytes * 2 // 5
+
+
+def test_a_hook_on_a_norm_runs_with_keys_stored_in_part():
+    model = ours(BY_NAME["as_31b"].theirs())
+    full = model.layers[-1].attention
+    ran = []
+    for norm in (full.q_norm, full.k_norm):
+        norm.register_forward_hook(lambda module, given, out: ran.append(module))
+    cache, ids = model.new_cache(8), torch.arange(4)[None]
+    model.advance(model.embed(ids), cache.slots[:4], cache, 4)
+    assert cache.states[-1].keys.shape[3] == 16
+    assert ran == [full.q_norm, full.k_norm]
+
+
+@pytest.mark.parametrize(("turning", "key_dim"), [(0, 16), (8, 16), (9, 32), (16, 32), (17, 0), (32, 0)])
+def test_how_much_of_a_key_is_stored(turning, key_dim):
+    """The kernels need a power of two, and a part must be smaller than the whole."""
+    config = ours(BY_NAME["as_31b"].theirs()).config
+    assert dataclasses.replace(config, full=dataclasses.replace(config.full, turning=turning)).key_dim == key_dim

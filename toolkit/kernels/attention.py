@@ -47,8 +47,8 @@ BLOCK_TARGETS = (32, 64, 108, 132, 264)
 class AttentionShape(Shape):
     """One token on a cache of `slots`. `window` is 0 for all positions. A cache with slots <= window is a ring.
 
-    With `scaled`, scores are multiplied by 1 / sqrt(head_dim), as in nearly all models except Gemma 4. `key_dim` is how many
-    numbers of a key the cache holds if the others equal the value's: those that rotate. 0 stands for whole keys.
+    With `scaled`, scores are multiplied by 1 / sqrt(head_dim), as in nearly all models except Gemma 4. With a `key_dim`, the
+    cache holds so many numbers of each key, and the others equal the value's. 0 means whole keys.
     """
 
     heads: int
@@ -99,8 +99,7 @@ class AttentionDecode(Kernel):
     `positions` [1] (int32 or int64, on the device) is that of the token, whose key and value are written already; -1 stands for
     an empty cache and gives zeros. If this launch may start before the two before it end, these may write neither the position
     nor anything in the cache but the token's key and value: all else is read before they end.
-    Keys are [1, KV heads, slots, key_dim] if the shape has a `key_dim`: the first half of a key are the first numbers of the
-    head's first half, and the other half those of its second half.
+    If the shape has a `key_dim`, keys are [1, KV heads, slots, key_dim]: the first key_dim / 2 numbers of each half of a head.
     Slots that the token doesn't see may hold anything, including NaN. Keys and values may be views of the first slots of longer
     buffers. A quantised result has codes int8 [1, 1, H * D], and scales and sums fp32 [1, 1, H * D / 32].
     """

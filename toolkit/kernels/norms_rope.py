@@ -29,7 +29,7 @@ from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Te
 from toolkit.kernels.checks import ALIGNMENT, check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.kernels.packed import quantise_groups
-from toolkit.kernels.shared_keys import query_weight, stored_numbers
+from toolkit.kernels.shared_keys import shared_weight, stored_numbers
 from toolkit.weights.packed import quantize_activations
 
 GROUP = 32  # activations that share a scale
@@ -214,9 +214,12 @@ class HeadsShape(Shape):
         if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
             found = f"{self.rotary} numbers of a head of {self.head_dim} turn"
             raise ModelError("heads", found, "Give an even number up to the head's size")
-        if self.key_dim and (self.cache != "linear" or self.key_dim % 2 or not 0 < self.key_dim < self.head_dim):
-            found = f"keys of {self.key_dim} numbers for heads of {self.head_dim}, cache {self.cache!r}"
-            raise ModelError("heads", found, "Give an even number below the head's size, and a linear cache")
+        if self.key_dim:
+            alike = self.values == "keys" and self.value_norm and self.rotary == self.head_dim and self.cache == "linear"
+            if not alike or self.key_dim % 2 or not 0 < self.key_dim < self.head_dim:
+                found = f"{self.key_dim} numbers of each key of {self.head_dim} are stored"
+                do = "Give an even number below the head's size, and normalized values that are keys, in a linear cache"
+                raise ModelError("heads", found, do)
 
     @property
     def width(self) -> int:
@@ -294,7 +297,7 @@ class QkNormRope(Kernel):
         rope = inputs["rope"].index_select(0, at)
         query = query.unflatten(1, (-1, 2))[:, :, 0] if shape.gated else query
         q_weight = inputs["q_weight"]
-        q_weight = query_weight(q_weight, inputs["k_weight"], shape.key_dim) if shape.key_dim else q_weight
+        q_weight = q_weight * shared_weight(inputs["k_weight"], shape.key_dim) if shape.key_dim else q_weight
         query = _turned(_normed(query, q_weight, eps), rope)
         if not shape.kv_heads:
             return (query,)

@@ -19,10 +19,9 @@ def shared_numbers(head_dim: int, key_dim: int, device: torch.device) -> Tensor:
     return torch.arange(head_dim, device=device) % (head_dim // 2) >= key_dim // 2
 
 
-def query_weight(q_weight: Tensor, k_weight: Tensor, key_dim: int) -> Tensor:
-    """Return the queries' weight [D], multiplied by the keys' weight [D] where keys equal values."""
-    shared = shared_numbers(q_weight.shape[0], key_dim, q_weight.device)
-    return torch.where(shared, q_weight * k_weight, q_weight)
+def shared_weight(k_weight: Tensor, key_dim: int) -> Tensor:
+    """Return what multiplies queries instead of keys: the keys' weight [D] where keys equal values, and 1 elsewhere."""
+    return torch.where(shared_numbers(k_weight.shape[0], key_dim, k_weight.device), k_weight, 1.0)
 
 
 def stored_numbers(x: Tensor, key_dim: int) -> Tensor:

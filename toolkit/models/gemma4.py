@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from toolkit import ops
 from toolkit.core.distributed import WHOLE, Shard
-from toolkit.kernels.shared_keys import query_weight
+from toolkit.kernels.shared_keys import shared_weight
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
@@ -115,12 +115,10 @@ class Attention(nn.Module):
         return cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
 
     def _query_norm(self, query: Tensor, at: Pass) -> Tensor:
-        """Normalize the queries, for the keys as the cache holds them."""
+        """Normalize the queries. If the cache holds a part of each key, they take over the keys' weight for the rest."""
+        query = self.q_norm(query)
         key_dim = 0 if at.cache is None else self._state(at).key_dim
-        if not key_dim:
-            return self.q_norm(query)
-        weight = query_weight(self.q_norm.weight, self.k_norm.weight, key_dim)
-        return ops.rms_norm(query, weight, self.eps).plain
+        return (query * shared_weight(self.k_norm.weight, key_dim)).to(query.dtype) if key_dim else query
 
     def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> list[Tensor]:
         """Return the new keys and values from the projections [B, T, KV heads, D] (the same tensor if K = V)."""

@@ -114,7 +114,8 @@ class Config:
     def key_dim(self) -> int:
         """How many numbers of each key a full layer's cache holds if the others equal the value's, or 0 for whole keys.
 
-        These are the numbers that rotate, or more: the kernels need a power of two of at least 16.
+        These are the numbers that rotate, or more: the kernels need a power of two of at least 16. Keys that other layers share
+        are whole, because these layers don't have the weight that their queries would need.
         """
         found = max(16, 1 << (2 * self.full.turning - 1).bit_length())
         return found if self.attention_k_eq_v and not self.num_kv_shared_layers and found < self.full.head_dim else 0

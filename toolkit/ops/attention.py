@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes, values_of
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.kernels.shared_keys import query_weight, stored_numbers
+from toolkit.kernels.shared_keys import shared_weight, stored_numbers
 from toolkit.ops.define import Problem, call, define, launches
 from toolkit.ops.products import Operand
 from toolkit.ops.reference.attention import cached_attention, hidden_slots, rotate
@@ -119,7 +119,7 @@ def _write_heads_reference(
 ) -> Tensor:  # fmt: skip
     key_dim = keys.shape[3]
     if key_dim < q_weight.shape[0]:
-        q_weight = query_weight(q_weight, k_weight, key_dim)
+        q_weight = q_weight * shared_weight(k_weight, key_dim)
     query, *new = _make_heads_reference(qkv, value, q_weight, k_weight, rope, positions, heads, keys.shape[1], *flags)
     slots = positions % keys.shape[2]
     keys.index_copy_(2, slots, stored_numbers(new[0], key_dim))

@@ -61,9 +61,9 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     """Return the attention [1, T, H * D] of query [1, T, H, D] on key and value [1, KV heads, S, D] with mask [T, S].
 
     The query heads that share a KV head form the rows of one matrix, so keys and values are never repeated; for T = 1 all
-    reshapes are views. Keys [1, KV heads, S, key_dim] may hold only the numbers that differ from the values (see
-    `toolkit.kernels.shared_keys`). This doesn't use `scaled_dot_product_attention`, which picks a different implementation per
-    device, dtype and version, some of which make copies.
+    reshapes are views, if keys are whole. Keys [1, KV heads, S, key_dim] may hold only the numbers that differ from the values
+    (see `toolkit.kernels.shared_keys`). This doesn't use `scaled_dot_product_attention`, which picks a different implementation
+    per device, dtype and version, some of which make copies.
     """
     _, t, heads, dim = query.shape
     kv, slots = key.shape[1:3]
