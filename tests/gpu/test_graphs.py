@@ -15,6 +15,7 @@ from toolkit.core.errors import DeviceError
 from toolkit.decode.compare import decode_steps, steady_steps
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.gpu.cuda.graphs import bindings, checked
+from toolkit.kernels.base import Launch
 
 CAPTURED = [name for name, strategy in STRATEGIES.items() if strategy.capture != "none"]
 EAGER = [name for name in STRATEGIES if name not in CAPTURED]
@@ -226,3 +227,14 @@ def test_memory_is_given_back(gpu):
     for name in CAPTURED * 3:
         generate(model, name, n=300, record=False)
     assert held_bytes(gpu) == before
+
+
+def test_launches_prefer_the_share_of_shared_memory_that_they_name(gpu):
+    kernels = pytest.importorskip("tests.gpu.triton_kernel", reason="Triton isn't installed")
+    driver = bindings("driver")
+    share = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    x = torch.zeros(8, device=gpu.torch)
+    for n, wanted in enumerate((-1, 50, 0, -1), 1):
+        compiled = Launch(kernels.add_one, (1,), {"x": x, "n": 8}, {"BLOCK": 8}, carveout=wanted).run()
+        assert checked(driver.cuFuncGetAttribute(share, driver.CUfunction(int(compiled.function)))) == wanted
+        assert x.tolist() == [n] * 8

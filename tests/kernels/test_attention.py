@@ -184,6 +184,14 @@ def test_quantized_results_are_those_of_the_plain_result(heads, splits):
         torch.testing.assert_close(got, want, atol=0, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("carveout", "wanted"), [(-1, [-1, -1]), (50, [50, 0])])
+def test_only_splits_prefer_the_shared_memory_of_a_config(carveout, wanted):
+    shape, config = DecodeShape(4, 2, 32, 100), SMALL.prefer(carveout)
+    inputs = ATTENTION_DECODE.inputs(shape, "meta")
+    launches = ATTENTION_DECODE.launches(shape, config, inputs, ATTENTION_DECODE.outputs(shape, inputs))
+    assert [launch.carveout for launch in launches] == wanted
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_may_be_int32_and_caches_views_of_longer_ones(dtype):
     long, shape = DecodeShape(4, 2, 32, 100), DecodeShape(4, 2, 32, 48)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from toolkit.kernels.base import Config, Launch, Shape, config_grid
+from toolkit.tune.store import from_words, words
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ def test_a_config_is_pasted_and_kept_as_it_is():
     assert eval(repr(config), {"Config": Config}) == config
     assert Config(**config.to_dict()) == config
     assert (config["block_n"], config["split"], config.warps, config.stages) == (64, 2, 8, 3)
+
+
+def test_a_config_names_a_carveout_only_if_it_has_one():
+    config = Config(block_n=64, warps=8, stages=3)
+    half = config.prefer(50)
+    assert (config.carveout, half.carveout) == (-1, 50)
+    assert "carveout" not in config.to_dict()
+    assert eval(repr(half), {"Config": Config}) == half == from_words(words(half)) != config
+    assert half.prefer(-1) == config
     with pytest.raises(KeyError):
         config["block_m"]
 

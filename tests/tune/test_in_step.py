@@ -10,7 +10,7 @@ import torch
 
 from tests.tune.toy import MEDIUM, OVERSIZED, SMALL, TOY, ToyShape, fresh_cache
 from toolkit.kernels.base import Config
-from toolkit.tune import lookup, store
+from toolkit.tune import in_step, lookup, store
 from toolkit.tune.cards import find_card
 from toolkit.tune.identity import fingerprint
 from toolkit.tune.in_step import tune_in
@@ -105,3 +105,26 @@ def test_what_is_tried_is_forgotten_after_an_error() -> None:
     assert lookup.choose(TOY, LONGER, CARD).config == SMALL
     assert lookup.choose(TOY, LONGER, torch.device("cpu")).step == "default"
     assert lookup.looked_up(replace(CARD, key="another")) == {}
+
+
+def test_shares_of_shared_memory_are_tried_with_the_best_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CARD is not None
+    monkeypatch.setattr(type(TOY), "carveouts", (0, 50, 75))
+    asked = []
+
+    def warm(problems: list[tuple[object, ToyShape]], card: object, configs: list[Config], progress: bool) -> None:
+        asked.append((problems, configs))
+        assert CARD is not None
+        rows = {(TOY.name, ODD.key, words(config)): replace(SLOW, us=21.0) for config in configs[:2]}  # 75 gave wrong results
+        add_rows(CARD.key, CARD.facts, rows)
+
+    monkeypatch.setattr(in_step, "warm", warm)
+    half, none = MEDIUM.prefer(50), MEDIUM.prefer(0)
+    trials = list(tune_in("a step", Program({SMALL: 2.0, MEDIUM: 1.9, none: 2.1, half: 1.8}), CARD))
+    assert {(trial.config, trial.better) for trial in trials} == {(MEDIUM, True), (none, False), (half, True)}
+    assert asked == [([(TOY, ODD)], [none, half, MEDIUM.prefer(75)])]
+    assert lookup.choose(TOY, LONGER, CARD).config == half
+    kept = read_tuned(CARD.key)
+    assert kept is not None
+    row = kept.configs(TOY.name, ODD.key)[words(half)]
+    assert (row.us, row.program_ms) == (21.0, 1.8)

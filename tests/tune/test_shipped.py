@@ -12,7 +12,7 @@ from toolkit import tune
 from toolkit.kernels.registry import find_kernel
 from toolkit.tune.identity import fingerprint
 from toolkit.tune.lookup import choose, forget
-from toolkit.tune.store import words
+from toolkit.tune.store import from_words
 
 FILES = sorted((Path(toolkit.tune.__file__).parent / "tuned").glob("*.json"))
 
@@ -37,7 +37,9 @@ def test_rows_are_of_the_current_code_or_timed_again_on_another_gpu(file: Path) 
         for key, rows in shapes.items():
             shape = kernel.shape_type.from_key(key)
             assert shape.key == key
-            assert set(rows) <= {words(config) for config in kernel.space(shape)}, (name, key)
+            configs = [from_words(row) for row in rows]
+            assert {config.prefer(-1) for config in configs} <= set(kernel.space(shape)), (name, key)
+            assert {config.carveout for config in configs} <= {-1, *kernel.carveouts}, (name, key)
             assert (name, key) in anywhere
             assert len({row["kernel"] for row in rows.values()}) == 1, (name, key)
             assert {row["verdict"] for row in rows.values()} <= {"ok", "slow", "excluded"}, (name, key)

@@ -107,6 +107,7 @@ class AttentionDecode(Kernel):
     name = "attention_decode"
     shape_type = DecodeShape
     lengths = ("slots", "quantised")
+    carveouts = (0, 50)
     known: ClassVar[Mapping[str, AttentionShape]] = {
         "gemma4-31b full 32k": DecodeShape(32, 4, 512, 32768, scaled=False, key_dim=128, quantised=True),
         "gemma4-31b full 256": DecodeShape(32, 4, 512, 256, scaled=False, key_dim=128, quantised=True),
@@ -230,11 +231,14 @@ def split_launches(
     sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim}
     own = {"BLOCK_M": max(8, triton.next_power_of_2(shape.group)), **constants}
     numbers = {**arguments, **shared, "scale": shape.scale * LOG2_E}
-    first = Launch(function, (shape.kv_heads, splits), numbers, {**sizes, **own}, config.warps, config.stages, early=True)
+    grid, few = (shape.kv_heads, splits), min(config.carveout, 0)  # blocks of the second launch need little shared memory
+    first = Launch(
+        function, grid, numbers, {**sizes, **own}, config.warps, config.stages, early=True, carveout=config.carveout
+    )  # fmt: skip
     columns = min(shape.head_dim, max(ACTIVATIONS_PER_SCALE, COMBINE_TILE // triton.next_power_of_2(splits)))
     sizes |= {"COLUMNS": columns, "QUANTISED": shape.quantised}
     grid = (shape.kv_heads, shape.group * shape.head_dim // columns)
-    return [first, Launch(_combine, grid, {**shared, **results(outputs)}, sizes, early=True)]
+    return [first, Launch(_combine, grid, {**shared, **results(outputs)}, sizes, early=True, carveout=few)]
 
 
 def results(outputs: Tensors) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from toolkit.core.units import plural
 from toolkit.gpu.catalogue import GpuSpec
+from toolkit.gpu.cuda.carveout import prefer_shared
 from toolkit.kernels import interpreter
 
 # Of operands and results, by the name that shapes have.
@@ -33,25 +34,34 @@ Tensors = Mapping[str, Tensor]
 class Config:
     """The launch configuration of a kernel: `Config(block_n=64, split=2, warps=4, stages=2)`. Its repr is valid code.
 
-    `warps` and `stages` are Triton's num_warps and num_stages; the other numbers belong to the kernel.
+    `warps` and `stages` are Triton's num_warps and num_stages. `carveout` is how much of the largest shared memory of a
+    multiprocessor the launches prefer, in percent: the rest of that memory is L1 cache. -1 leaves it to the driver. The other
+    numbers belong to the kernel.
     """
 
     choices: tuple[tuple[str, int], ...]
     warps: int
     stages: int
+    carveout: int
 
-    def __init__(self, *, warps: int = 4, stages: int = 1, **choices: int) -> None:
+    def __init__(self, *, warps: int = 4, stages: int = 1, carveout: int = -1, **choices: int) -> None:
         # Convert to int: booleans and NumPy integers would be written to files in a form that can't be read back.
         object.__setattr__(self, "choices", tuple((name, int(index(value))) for name, value in choices.items()))
         object.__setattr__(self, "warps", int(index(warps)))
         object.__setattr__(self, "stages", int(index(stages)))
+        object.__setattr__(self, "carveout", int(index(carveout)))
 
     def __getitem__(self, name: str) -> int:
         return dict(self.choices)[name]
 
     def to_dict(self) -> dict[str, int]:
         """Return all numbers, ready for JSON. `Config(**config.to_dict())` equals this config."""
-        return {**dict(self.choices), "warps": self.warps, "stages": self.stages}
+        found = {**dict(self.choices), "warps": self.warps, "stages": self.stages}
+        return found if self.carveout < 0 else {**found, "carveout": self.carveout}
+
+    def prefer(self, carveout: int) -> Config:
+        """Return this config with another carveout."""
+        return Config(**{**self.to_dict(), "carveout": carveout})
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value}' for name, value in self.to_dict().items())})"
@@ -104,6 +114,7 @@ class Launch:
     # Hopper run launches one after the other.
     early: bool = False
     registers: int = 0  # the most registers per thread, so that more blocks fit on a multiprocessor; 0: the compiler's choice
+    carveout: int = -1  # see `Config`; packages run without it
 
     def options(self, capability: tuple[int, int]) -> dict[str, Any]:
         """Return Triton's launch options for a GPU of this compute capability.
@@ -121,7 +132,10 @@ class Launch:
         if type(self.function).__module__ == interpreter.MODULE:
             interpreter.index_by_arrays()
         options = self.options(current_capability() if self.early else (0, 0))
-        return self.function[self.grid](**self.arguments, **self.constants, **options)
+        compiled = self.function[self.grid](**self.arguments, **self.constants, **options)
+        if current_capability() != (0, 0):
+            prefer_shared(compiled, self.carveout)
+        return compiled
 
     def compile(self, capability: tuple[int, int]) -> Any:
         """Compile the kernel for the current GPU, which has this compute capability, as launching it would.
@@ -161,6 +175,7 @@ class Kernel(ABC):
     # Fields of the shape that scale the work without changing the resources that a config takes on an SM. The tuner's lookup
     # relies on this: a config timed with slots=32768 is used for slots=8192, too. A bool switches a small part of the work.
     lengths: ClassVar[tuple[str, ...]] = ()
+    carveouts: ClassVar[tuple[int, ...]] = ()  # that `tune.in_step` tries with the config that is fastest in a program
     cosine: ClassVar[float] = 0.999  # the smallest cosine similarity to the reference that passes
     max_abs: ClassVar[float] = 1e-2  # the largest error that passes, relative to the reference's largest value
 

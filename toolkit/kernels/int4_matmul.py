@@ -159,6 +159,7 @@ class Int4Matmul(Kernel):
     name = "int4_matmul"
     shape_type = MatmulShape
     lengths = ("n", "quantised")
+    carveouts = (0, 4, 50)
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b gate+up": MatmulShape(n=43008, k=5376, activation="gelu_tanh"),
         "gemma4-31b down": MatmulShape(n=5376, k=21504),
@@ -262,7 +263,9 @@ class Int4Matmul(Kernel):
             **shared, **absent,
         }  # fmt: skip
         grid = (-(-shape.width // max(1, rows * constants["BN"])) * -(-shape.m // tokens),)
-        matmul = Launch(_matmul, grid, arguments, constants, config.warps, config.stages, early=True)
+        matmul = Launch(
+            _matmul, grid, arguments, constants, config.warps, config.stages, early=True, carveout=config.carveout
+        )  # fmt: skip
         return [matmul] if shape.quantised else [_quantising(shape, inputs, outputs, shared), matmul]
 
     def cost(self, shape: MatmulShape) -> Cost:

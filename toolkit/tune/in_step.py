@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.tune import lookup
+from toolkit.tune import lookup, warm
 from toolkit.tune.cards import Card
 from toolkit.tune.store import add_rows, read_tuned, words
 
@@ -49,14 +49,9 @@ def tune_in(
         with lookup.preferred({**best, place: config}):
             return time_ms()
 
-    lookup.forget()
-    time_ms()  # compiles the kernels
-    for place, config in lookup.looked_up(card).items():
-        rows = _candidates(*place, card, config, most)
-        if len(rows) < 2 or (kernels and place[0].name not in kernels):
-            continue
-        times = {config: timed(place, config)}
-        for other in (row.config for row in rows if row.config != config):
+    def tried(place: tuple[Kernel, Shape], config: Config, others: Sequence[Config]) -> Iterator[Trial]:
+        """Yield a trial for each of `others`. The last one that is better becomes the best config of the place."""
+        for other in others:
             now, ms = times[config], timed(place, other)
             if ms < now * (1 - GAIN):  # both again: a time may be too short or too long by chance
                 now, ms = min(now, timed(place, config)), max(ms, timed(place, other))
@@ -66,8 +61,27 @@ def tune_in(
             if better:
                 config = other
         best[place] = config
+
+    lookup.forget()
+    time_ms()  # compiles the kernels
+    for place, config in lookup.looked_up(card).items():
+        rows = _candidates(*place, card, config, most)
+        if not rows or len(rows) + len(place[0].carveouts) < 2 or (kernels and place[0].name not in kernels):
+            continue
+        times = {config: timed(place, config)}
+        yield from tried(place, config, [row.config for row in rows if row.config != config])
+        yield from tried(place, best[place], _carveouts(place[0], rows[0].shape, best[place], card))
         _store(card, program, place[0], rows[0].shape, times)
     lookup.forget()
+
+
+def _carveouts(kernel: Kernel, shape: str, config: Config, card: Card) -> list[Config]:
+    """Return the config with other shares of shared memory, once they are timed alone; without those that aren't correct."""
+    others = [config.prefer(share) for share in (-1, *kernel.carveouts) if share != config.carveout]
+    if kernel.carveouts:
+        warm([(kernel, kernel.shape_type.from_key(shape))], card, others, progress=False)
+    found = lookup.timed(kernel, kernel.shape_type.from_key(shape), read_tuned(card.key, card.facts))
+    return [row.config for row in found if row.config in others]
 
 
 def _candidates(kernel: Kernel, shape: Shape, card: Card, config: Config, most: int) -> list[lookup.Timed]:

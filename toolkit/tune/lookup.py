@@ -175,7 +175,7 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
             continue
         if key not in far:
             far[key] = distance(kernel, shape, key)
-        if far[key] < math.inf and (config := _config(words)) in space:
+        if far[key] < math.inf and (config := _config(words)).prefer(-1) in space:
             assert kept is not None
             found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
     return sorted(found, key=lambda one: (one.far, one.shape, one.record.program_ms or math.inf, one.us))
