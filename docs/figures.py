@@ -113,6 +113,26 @@ def step_experiments() -> str:
     return table(["change", "after 64 tokens", "after 8,192 tokens"], rows)
 
 
+def carveouts() -> tuple[str, str]:
+    """Return the tables of steps whose attention, or one of whose products, prefers a share of shared memory."""
+    made = record("h200_carveouts")
+    shares: dict[int, list[str]] = {}
+    for row in made["attention_by_share"]:
+        shares.setdefault(row["share"], []).append(f"{row['ms']:.2f} ms ({100 * (row['ms'] / row['without'] - 1):+.1f} %)")
+    products: dict[tuple[str, str], list[str]] = {}
+    for row in made["products"]:
+        name = row["model"].removeprefix("random/"), row["product"]
+        products.setdefault(name, []).append(f"{100 * (row['ms'] / row['without'] - 1):+.1f} %")
+    tokens = list(dict.fromkeys(row["prompt"] for row in made["attention_by_share"]))
+    order = sorted(range(len(tokens)), key=tokens.__getitem__)
+    rows = [[f"{share} %", *(cells[i] for i in order)] for share, cells in sorted(shares.items())]
+    asked = [f"{share} %" for share in dict.fromkeys(row["share"] for row in made["products"])]
+    return (
+        table(["preferred", *(f"after {tokens[i]:,} tokens" for i in order)], rows),
+        table(["model", "product", *asked], [[*name, *cells] for name, cells in products.items()]),
+    )
+
+
 def prompt_lengths() -> str:
     """Return the table of first tokens by the length of the prompt, before tiles ended otherwise and since."""
     rows = [
@@ -575,6 +595,7 @@ def substitutions() -> dict[str, Any]:
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
         "table_shared_keys": shared_keys(),
+        **dict(zip(("table_carveouts", "table_product_carveouts"), carveouts(), strict=True)),
         "table_first_runs": first_runs(),
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),
