@@ -218,6 +218,17 @@ def test_search_visits_every_event_that_begins_at_the_same_time() -> None:
         assert len(set(rows)) == 4
 
 
+def test_the_kind_of_a_copy_finds_all_copies_of_it() -> None:
+    builder = TraceBuilder()
+    builder.add("h2d", 100, 10, stream=0, name="a plain copy")
+    builder.add("h2d", 200, 10, stream=1)
+    builder.add("d2h", 300, 10, stream=0, name="not an h2d")
+    builder.add("kernel", 400, 10, stream=0, name="matmul")
+    scene = Scene([Track(builder.build({}), "a")])
+    assert [scene.find(text, -1, 1)["count"] for text in ("H2D", "d2h")] == [3, 1]
+    assert (scene.find("d2d", -1, 1), scene.find("kernel", -1, 1)) == (None, None)
+
+
 def test_steps_without_marks_come_from_the_events() -> None:
     trace = decode_loop()
     bare = trace.select(~trace.is_kind("mark"))

@@ -153,11 +153,11 @@ function pageProvider(tracks, limits) {
     return [last - first, track.covered(lane, to) - track.covered(lane, from), lane.bytes[last] - lane.bytes[first]];
   }));
   const find = ({ text, near, move, align = null, last = null }) => {
-    const wanted = text.toLowerCase(), hits = [];
+    const wanted = text.toLowerCase(), code = wanted in DIRECTIONS ? limits.kinds.indexOf(wanted) : -1, hits = [];
     tracks.forEach((track, t) => {
       const known = new Set(track.packed.strings.flatMap((string, code) => (string.toLowerCase().includes(wanted) ? [code] : [])));
-      const origin = track.origin(align), { start, dur, name, where, operation } = track.columns;
-      for (let row = 0; row < track.packed.n; row++) if ([name, where, operation].some((column) => known.has(column.at(row)))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
+      const origin = track.origin(align), { start, dur, kind, name, where, operation } = track.columns;
+      for (let row = 0; row < track.packed.n; row++) if (kind.at(row) === code || [name, where, operation].some((column) => known.has(column.at(row)))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
     });
     if (!wanted || !hits.length) return null;
     hits.sort((a, b) => a.start - b.start);

@@ -283,7 +283,7 @@ function mount(root, provider, meta) {
   const wholeButton = button("Everything, or one step (o)", "Overview", () => toggle());
   const found = element("span", { class: "tk-found", role: "status", "aria-live": "polite" });
   const searchInput = element("input", {
-    type: "search", class: "tk-search", "aria-label": "Search names and lines (/)", placeholder: "search ( / )", title: "Search names and lines (/). Enter: next, Shift+Enter: previous",
+    type: "search", class: "tk-search", "aria-label": "Search names, lines and copies (/)", placeholder: "search ( / )", title: "Search names and lines, or h2d, d2h, d2d, p2p (/). Enter: next, Shift+Enter: previous",
     oninput: () => { found.textContent = ""; },
     onkeydown: (event) => {
       if (event.key === "Enter") find(event.shiftKey ? -1 : 1);

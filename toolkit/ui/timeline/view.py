@@ -16,7 +16,7 @@ import numpy as np
 import numpy.ma  # np.unique imports it when first called, which a user would wait for
 from numpy.typing import NDArray
 
-from toolkit.trace.columns import KINDS
+from toolkit.trace.columns import COPY_KINDS, KINDS
 from toolkit.trace.differences import (
     description,
     description_of_ranks,
@@ -163,17 +163,20 @@ class Scene:
     ) -> dict[str, Any] | None:
         """Return the next event (`move` 1) or the previous one (-1), seen from `near`, that contains `text`.
 
-        Names, lines and the operations of collectives are searched. The result has its `track`, `row`, `start` and `end` on
-        the axis, its `number` among the `count` found; None if no event contains it.
+        Names, lines and the operations of collectives are searched. "h2d", "d2h", "d2d" and "p2p" also find all copies of this
+        kind. The result has its `track`, `row`, `start` and `end` on the axis, its `number` among the `count` found; None if no
+        event contains it.
         `last`, the number of the event found before, takes the place of `near`: several events may start at the same time.
         """
         wanted = text.casefold()
         columns = ("name", "where", "operation")
+        kind = KINDS.index(wanted) if wanted in (*COPY_KINDS, "p2p") else -1
         found = []
         for number, (track, origin) in enumerate(zip(self.tracks, self.origins(align), strict=True)):
             codes = np.array([wanted in known.casefold() for known in track.trace.strings] + [False])  # the last one: no text
             for lane in track.lanes:
-                rows = lane.rows[np.any([codes[track.trace[column][lane.rows]] for column in columns], axis=0)]
+                of_kind = track.trace["kind"][lane.rows] == kind
+                rows = lane.rows[np.any([of_kind, *(codes[track.trace[column][lane.rows]] for column in columns)], axis=0)]
                 found.append(np.stack([track.trace["start_ns"][rows] - origin, rows, np.full(len(rows), number)]))
         table = np.concatenate(found, 1) if found else np.zeros((3, 0), np.int64)
         if not wanted or not table.shape[1]:
