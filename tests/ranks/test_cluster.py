@@ -281,6 +281,8 @@ def test_what_cannot_be_run(pair: Cluster) -> None:
     for ranks in ([], [2], [-1], [True], ["0"], 1, "01", [0, None]):
         with pytest.raises(RankError, match=r"ranks=.* are not ranks of the cluster. Give a list of ranks from 0 to 1"):
             list(pair.spread(abs, [-1], ranks))  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"the items are 5\. Give a list of them"):
+        list(pair.spread(abs, 5))  # type: ignore[arg-type]
     for some in ({0}, range(1), np.array([0, 0]), (0, 1)):
         assert list(pair.spread(abs, [-1], some)) == [(0, 1)]  # type: ignore[arg-type]
 

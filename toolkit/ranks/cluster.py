@@ -134,11 +134,13 @@ class Cluster:
         This is for independent work: the function must not exchange anything with other ranks. `ranks` are those that take
         part (default: all). If the process of a rank ends, its item is repeated on another one; `run` is then refused.
 
-        Raises RankError if `ranks` has none of the cluster or others, if the function raises an error, if an item ends three
-        processes, or if all processes have ended.
+        Raises RankError if `items` are no items, if `ranks` has none of the cluster or others, if the function raises an error,
+        if an item ends three processes, or if all processes have ended.
         """
         name = getattr(function, "__name__", brief(function))
         asked = f"spreading {name} over {plural(self.ranks, 'rank')}"
+        if not isinstance(items, Iterable):
+            raise RankError(asked, f"the items are {brief(items)}", "Give a list of them")
         payloads = [self._pack(asked, function, (item,), {}) for item in items]
         with self._busy(asked):
             work = Spread(self._engines, asked, self._chosen(asked, ranks))
