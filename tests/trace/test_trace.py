@@ -132,7 +132,25 @@ def test_select_by_mask_and_by_index():
     picked = trace.select(trace.is_kind("h2d", "mark"))
     assert set(picked["kind"]) <= {KINDS.index("h2d"), KINDS.index("mark")}
     assert trace.select(np.array([4, 2]))["start_ns"].tolist() == trace["start_ns"][[4, 2]].tolist()
-    assert len(trace.select(np.zeros(50, bool))) == 0
+    assert len(trace.select(np.zeros(50, bool))) == len(trace.select([])) == 0
+    assert len(trace.select(slice(2, 5))) == 3
+
+
+@pytest.mark.parametrize(("mask", "found"), [
+    (None, "None"), (5, "5"), ("h2d", "'h2d'"), ([True], "1 value of type bool"), ([0.5, 1.5], "2 values of type float64"),
+])  # fmt: skip
+def test_a_mask_of_another_kind_is_refused(mask, found):
+    with pytest.raises(TraceError, match=f"the mask is {found}. Give 50 booleans"):
+        random_trace(50).select(mask)
+
+
+@pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}], ids=["NaN", "object", "set"])
+@pytest.mark.parametrize("write", [Trace.save, Trace.to_chrome], ids=["save", "chrome"])
+def test_meta_that_json_cannot_hold_is_refused_and_no_file_is_left(tmp_path, write, value):
+    trace = random_trace(3)
+    with pytest.raises(TraceError, match=r"its meta doesn't fit into JSON .*Keep finite numbers"):
+        write(Trace(trace.columns, trace.strings, {"value": value}), tmp_path / "a.trace")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_marks():

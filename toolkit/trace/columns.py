@@ -38,7 +38,13 @@ the user's cell or measured block and the line that made the request: "cell 7:3 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.errors import TraceError, brief
+from toolkit.core.units import plural
 
 KINDS = (
     "kernel", "h2d", "d2h", "d2d", "p2p", "memset", "sync", "alloc", "free", "mark", "segment_alloc", "segment_free", "oom",
@@ -62,3 +68,17 @@ COMMUNICATION = ("operation", "algorithm", "group", "group_size", "seq", "peer")
 OPTIONAL = ("address", "requested", *COMMUNICATION)  # a trace without them has their "not known" value in each event
 NOT_KNOWN = dict.fromkeys(("stream", "step", "cell", "pinned", "name", "where", "owner", *OPTIONAL), -1)
 TEXT_COLUMNS = ("name", "where", "owner", "operation", "algorithm", "group")
+
+
+def as_rows(mask: Any, count: int) -> NDArray[Any] | slice:
+    """Return what selects some of `count` rows: booleans, or the numbers of rows. Raises TraceError for anything else."""
+    if isinstance(mask, slice):
+        return mask
+    found = np.asarray(mask)
+    if found.shape == (0,):
+        return found.astype(np.int64)
+    if (found.ndim == 1 and found.dtype.kind in "iu") or (found.dtype == bool and found.shape == (count,)):
+        return found
+    what = f"{plural(len(found), 'value')} of type {found.dtype}" if found.ndim == 1 else brief(mask)
+    do = f"Give {count:,} booleans, such as trace.is_kind('h2d'), or the numbers of rows"
+    raise TraceError("selecting events of a trace", f"the mask is {what}", do)

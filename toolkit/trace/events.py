@@ -8,7 +8,6 @@ file readers create the same table. Copies per step, timelines and memory tables
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import struct
 import threading
@@ -28,8 +27,8 @@ from toolkit.core.errors import RecorderError, TraceError, UnknownNameError, bri
 from toolkit.core.files import at_home, open_regular, replacing, shown
 from toolkit.core.schema import convert, parse_json
 from toolkit.trace.arrays import check_archive, read_arrays
-from toolkit.trace.chrome.write import write_chrome
-from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS
+from toolkit.trace.chrome.write import as_json, write_chrome
+from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS, as_rows
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.waits import collectives_table, known_rank, ranks_table
 
@@ -158,8 +157,9 @@ class Trace:
         return np.isin(self["kind"], [_KIND[kind] for kind in kinds])
 
     def select(self, mask: NDArray[Any]) -> Trace:
-        """Return a trace of the events selected by `mask` (booleans or indices), with the same strings and meta."""
-        return Trace({name: column[mask] for name, column in self._present()}, self.strings, self.meta)
+        """Return a trace of the events that `mask` (booleans or indices) selects. Raises TraceError for anything else."""
+        rows = as_rows(mask, len(self))
+        return Trace({name: column[rows] for name, column in self._present()}, self.strings, self.meta)
 
     def _present(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Iterate over the columns that are not absent from this trace."""
@@ -241,7 +241,7 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the trace, compressed, to `path`. The write is atomic: an existing file is replaced as a whole or kept."""
-        header = json.dumps({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
+        header = as_json({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
         arrays = {"header": np.frombuffer(header.encode(), np.uint8), **dict(self._present())}
         with replacing(path, TraceError) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
@@ -265,7 +265,8 @@ class Trace:
             columns = {name: arrays[name] for name in COLUMNS if name in arrays or name not in OPTIONAL}
         except _DAMAGE as error:
             why = f"it has no column {error}" if isinstance(error, KeyError) else error
-            do = "Copy the complete file or save the trace again. For other formats, use tk.open_trace"
+            do = "Copy the complete file or save the trace again"
+            do += "" if Path(path).suffix == ".trace" else ". For other formats, use tk.open_trace"
             raise TraceError(asked, f"it is damaged or not a trace ({why})", do) from error
         problem = _problem(columns, len(header["strings"]))
         if problem:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.errors import TraceError
+from toolkit.core.units import plural
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
 from toolkit.trace.chrome.comms import Comms, distributed_job
 from toolkit.trace.chrome.foreign import Foreign
@@ -55,7 +56,7 @@ def read_chrome(path: Path) -> Trace:
             raise scanner.damaged(f"{found}, and no other event is of a GPU")
         warnings.warn(f"{path.name}: {found} and {'are' if count > 1 else 'is'} left out.", stacklevel=3)
     if isinstance(reader, _Kineto) and reader.host_operations and trace.is_kind("mark").all():
-        found = f"it has {reader.host_operations:,} operations of the CPU, and nothing of a GPU"
+        found = f"it has {plural(reader.host_operations, 'operation')} of the CPU, and nothing of a GPU"
         do = "Profile on a GPU, with ProfilerActivity.CUDA among the activities"
         if not len(trace):
             raise TraceError(scanner.asked, found, do)

@@ -54,8 +54,17 @@ def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
     return at_home(path)
 
 
+def as_json(facts: dict[str, Any]) -> str:
+    """Return what a file says of a trace, such as its meta, as JSON. Raises TraceError for values that JSON can't hold."""
+    try:
+        return json.dumps(facts, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        do = "Keep finite numbers, texts, booleans, lists and dicts in trace.meta"
+        raise TraceError("writing a trace", f"its meta doesn't fit into JSON ({error})", do) from error
+
+
 def _write(trace: Trace, out: io.TextIOWrapper) -> None:
-    own = json.dumps({"version": 1, "meta": trace.meta})
+    own = as_json({"version": 1, "meta": trace.meta})
     out.write(f'{{"displayTimeUnit": "ns",\n"toolkit": {own},\n"traceEvents": [\n')
     between, places = "", _places(trace)
     extra = chain(_titles(trace, places), _counters(trace), _arrows(trace, places))
