@@ -126,5 +126,17 @@ def test_shares_of_shared_memory_are_tried_with_the_best_config(monkeypatch: pyt
     assert lookup.choose(TOY, LONGER, CARD).config == half
     kept = read_tuned(CARD.key)
     assert kept is not None
-    row = kept.configs(TOY.name, ODD.key)[words(half)]
-    assert (row.us, row.program_ms) == (21.0, 1.8)
+    rows = kept.configs(TOY.name, ODD.key)
+    assert (rows[words(half)].us, rows[words(half)].program_ms) == (21.0, 1.8)
+    assert (rows[words(none)].us, rows[words(none)].program_ms) == (21.0, None)
+
+
+def test_a_share_that_is_shorter_by_chance_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CARD is not None
+    half = SMALL.prefer(50)
+    monkeypatch.setattr(type(TOY), "carveouts", (50,))
+    row = {(TOY.name, ODD.key, words(half)): replace(SLOW, us=21.0)}
+    monkeypatch.setattr(in_step, "warm", lambda *_, **__: add_rows(CARD.key, CARD.facts, row))
+    trials = list(tune_in("a step", Program({SMALL: 2.0, MEDIUM: 2.1, half: 1.9999}), CARD))
+    assert [(trial.config, trial.better) for trial in trials] == [(MEDIUM, False), (half, False)]
+    assert lookup.choose(TOY, LONGER, CARD).config == SMALL

@@ -107,7 +107,7 @@ class AttentionDecode(Kernel):
     name = "attention_decode"
     shape_type = DecodeShape
     lengths = ("slots", "quantised")
-    carveouts = (0, 50)
+    carveouts = (50, 0)
     known: ClassVar[Mapping[str, AttentionShape]] = {
         "gemma4-31b full 32k": DecodeShape(32, 4, 512, 32768, scaled=False, key_dim=128, quantised=True),
         "gemma4-31b full 256": DecodeShape(32, 4, 512, 256, scaled=False, key_dim=128, quantised=True),

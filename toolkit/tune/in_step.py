@@ -71,7 +71,9 @@ def tune_in(
         times = {config: timed(place, config)}
         yield from tried(place, config, [row.config for row in rows if row.config != config])
         yield from tried(place, best[place], _carveouts(place[0], rows[0].shape, best[place], card))
-        _store(card, program, place[0], rows[0].shape, times)
+        # A share that is no better must not be chosen for a time that is shorter by chance: it may hold for other shapes, too.
+        kept = {one: ms for one, ms in times.items() if one.carveout < 0 or one == best[place]}
+        _store(card, program, place[0], rows[0].shape, kept)
     lookup.forget()
 
 
