@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from toolkit.bench import decode_copies
-from toolkit.bench.record import about, commit_of, process_bytes, write_record
-from toolkit.core.errors import ToolkitError
+from toolkit.bench.record import about, commit_of, process_bytes, run_command, write_record
+from toolkit.core.errors import DeviceError, ToolkitError
 
 FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
 RESULTS = sorted((Path(__file__).parents[2] / "toolkit" / "bench" / "results").glob("*.json"))
@@ -71,3 +72,30 @@ def test_process_bytes() -> None:
     (resident,) = process_bytes("VmRSS")
     assert resident > 1 << 20
     assert process_bytes("VmRSS", "NoSuchField") == [0, 0]
+
+
+@pytest.mark.parametrize(("error", "status", "told"), [
+    (None, 0, ""), (KeyboardInterrupt(), 130, "Interrupted\n"),
+    (DeviceError("a device", "it is missing", "Use another"), 1, "DeviceError: a device: it is missing. Use another\n"),
+])  # fmt: skip
+def test_a_command_ends_with_one_line(
+    error: BaseException | None, status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    code = ended.value.code
+    assert (1 if isinstance(code, str) else code) == status  # Python prints a text, and exits with 1
+    assert (f"{code}\n" if isinstance(code, str) else capsys.readouterr().err) == told
+
+
+def test_a_benchmark_without_the_gpu_that_it_asks_for_prints_no_traceback() -> None:
+    command = [sys.executable, "-m", "toolkit.bench.captured_steps", "--device", "virtual:nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("UnknownNameError: virtual GPU 'nothing'")
+    assert done.stderr.count("\n") == 1

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -159,4 +158,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from toolkit.bench.decode_runs import (
     whole_copies,
 )  # fmt: skip
 from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.bench.step_breakdown import breakdown, expected_launches
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.units import GiB
@@ -344,4 +343,4 @@ def _numbers(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
@@ -170,4 +169,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -24,7 +24,7 @@ import torch
 
 import toolkit as tk
 from toolkit.bench.decode_copies import measure
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.core.files import at_home
 from toolkit.exporting.progress import memory_now
 from toolkit.exporting.running import Exported
@@ -215,4 +215,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 from toolkit import tune
 from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.core.units import bandwidth_text
 from toolkit.kernels.base import Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
@@ -197,4 +196,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, out_file, process_bytes, write_record
+from toolkit.bench.record import about, out_file, process_bytes, run_command, write_record
 from toolkit.bench.write_gguf import write_gguf
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
@@ -117,4 +116,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
@@ -107,4 +106,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -9,11 +9,10 @@ grows with the depth of Python's stack, because every allocation records the who
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import Any
 
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -76,4 +75,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

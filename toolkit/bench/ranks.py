@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 from toolkit.core.distributed import Shard, gather, join, latest
 from toolkit.core.errors import CancelledError
 from toolkit.decode.loop import generate
@@ -295,4 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

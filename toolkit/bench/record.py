@@ -11,9 +11,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,6 +51,17 @@ def commit_of(file: Path) -> str | None:
         )
         return head.stdout.strip() if not known.returncode else None
     return None
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run a benchmark's command line, and exit with the status that it returns. Prints errors of the toolkit as one line."""
+    try:
+        sys.exit(main())
+    except ToolkitError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        sys.exit(130)  # as the shell reports an end by SIGINT
 
 
 def out_file(text: str) -> Path:

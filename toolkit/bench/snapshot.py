@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.record import about, out_file, process_bytes, write_record
+from toolkit.bench.record import about, out_file, process_bytes, run_command, write_record
 
 STACKS, FRAMES, DEPTH = 20_000, 5_000, 25
 BASE, SEGMENTS, SEGMENT_BYTES = 0x7F0000000000, 4096, 32 << 20
@@ -138,4 +138,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.bench.record import about
+from toolkit.bench.record import about, run_command
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
@@ -151,4 +150,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
