@@ -100,9 +100,12 @@ def test_errors_then_load_generate_and_compare(app) -> None:
     shot(page, "lab-tall")
     rounds = [[page.evaluate(SWITCH, name) for name in TABS] for _ in range(4)]
     assert max(map(min, zip(*rounds, strict=True))) < 100, rounds  # what else the machine does only adds time
-    field(page, "Save as").fill("both")
     page.locator(".tk-lab .tk-code:visible button:text-is('Save as HTML')").click()
-    assert "a.to_html('both.html', b)" in page.inner_text(".tk-lab .tk-code:visible pre")
+    page.wait_for_selector(".tk-lab .tk-code:visible :text('Copied. Paste it into a cell.')", timeout=30_000)
+    field(page, "Save as").fill("both")
+    field(page, "Save as").press("Tab")
+    page.wait_for_selector(".tk-lab .tk-code:visible pre:has-text(\"a.to_html('both.html', b)\")", timeout=30_000)
+    assert "It has changed since it was copied." in page.inner_text(".tk-lab .tk-code:visible")
     press(page, "Save as HTML")
     page.wait_for_selector(".tk-lab :text('both.html: it opens in any browser')", timeout=30_000)
     press(page, "Save run")

@@ -50,7 +50,8 @@ function render({ model, el }) {
       said.setAttribute("role", "status");
       bar.append(said);
     }
-    show();
+    const before = code.textContent;
+    if (show() && before && code.textContent !== before) said.textContent = "It has changed since it was copied.";
   };
   model.on("change:snippets", draw);
   draw();
