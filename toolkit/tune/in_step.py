@@ -83,7 +83,8 @@ def _carveouts(kernel: Kernel, shape: str, config: Config, card: Card) -> list[C
     if kernel.carveouts:
         warm([(kernel, kernel.shape_type.from_key(shape))], card, others, progress=False)
     found = lookup.timed(kernel, kernel.shape_type.from_key(shape), read_tuned(card.key, card.facts))
-    return [row.config for row in found if row.config in others]
+    correct = {row.config for row in found}
+    return [one for one in others if one in correct]
 
 
 def _candidates(kernel: Kernel, shape: Shape, card: Card, config: Config, most: int) -> list[lookup.Timed]:
