@@ -48,13 +48,6 @@ def test_cuda_is_asked_only_when_the_share_changes(driver: Driver) -> None:
     assert driver.asked == [(17, "carveout", share) for share in (50, 0, -1, 50)]
 
 
-def test_a_kernel_compiled_in_the_background_is_waited_for(driver: Driver) -> None:
-    kernel = Compiled()
-    prefer_shared(SimpleNamespace(result=lambda: kernel), 50)
-    prefer_shared(kernel, 50)
-    assert len(driver.asked) == 1
-
-
 def test_without_cuda_bindings_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise DeviceError("capturing a graph", "the package cuda-bindings isn't installed", "Install it")

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,3 +83,14 @@ def test_a_limit_of_registers_is_an_option_of_triton():
     launch = Launch(None, (1,), {}, warps=8, stages=2)
     assert launch.options((9, 0)) == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
     assert replace(launch, registers=128).options((8, 0)) == {**launch.options((8, 0)), "maxnreg": 128}
+
+
+def test_a_launch_returns_a_kernel_that_was_compiled_in_the_background():
+    class Function:
+        """Stands for a `triton.jit` function whose compiled kernel another thread makes."""
+
+        def __getitem__(self, grid):
+            assert grid == (3,)
+            return lambda **_: SimpleNamespace(result=lambda: "compiled")
+
+    assert Launch(Function(), (3,), {}).run() == "compiled"

@@ -133,6 +133,7 @@ class Launch:
             interpreter.index_by_arrays()
         options = self.options(current_capability() if self.early else (0, 0))
         compiled = self.function[self.grid](**self.arguments, **self.constants, **options)
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled  # compiled in the background
         if compiled is not None and current_capability() != (0, 0):  # nothing is compiled for the interpreter
             prefer_shared(compiled, self.carveout)
         return compiled

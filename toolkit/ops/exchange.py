@@ -162,7 +162,6 @@ def _run(launch: Launch, note: Callable[[], None], key: tuple[Any, ...] | None) 
     known = None if key is None else _known.get(key)
     if known is None:
         compiled = launch.run()
-        compiled = compiled.result() if hasattr(compiled, "result") else compiled
         if key is not None:
             _known[key] = _Known(compiled, handles(compiled))
         return

@@ -86,7 +86,6 @@ def make_plan(operation: Operation, call: Call, pointers: Sequence[int]) -> Plan
         code.scratch(memory.scratch_bytes)
     for real, stand, compiled in zip(call.launches, launches, call.compiled, strict=True):
         if 0 not in real.grid:
-            compiled = compiled.result() if hasattr(compiled, "result") else compiled  # compiled in the background
             code.keep(compiled)
             code.start((*real.grid, 1, 1)[:3], handles(compiled), _arguments(real, stand, memory))
     results = [f"r{i}" for i in range(len(returned))]

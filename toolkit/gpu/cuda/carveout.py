@@ -23,7 +23,6 @@ def prefer_shared(compiled: Any, percent: int) -> None:
     It holds for captures and launches from now on, and for all shapes that share the compiled kernel. Without the package
     cuda-bindings nothing happens: results are the same. Raises DeviceError if CUDA refuses.
     """
-    compiled = compiled.result() if hasattr(compiled, "result") else compiled  # compiled in the background
     if _preferred.get(compiled, -1) == percent:
         return
     try:
