@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -112,11 +114,13 @@ def test_shares_of_shared_memory_are_tried_with_the_best_config(monkeypatch: pyt
     monkeypatch.setattr(type(TOY), "carveouts", (0, 50, 75))
     asked = []
 
-    def warm(problems: list[tuple[object, ToyShape]], card: object, configs: list[Config], progress: bool) -> None:
+    def warm(problems: list[tuple[object, ToyShape]], card: object, configs: list[Config], progress: bool) -> Any:
         asked.append((problems, configs))
         assert CARD is not None
-        rows = {(TOY.name, ODD.key, words(config)): replace(SLOW, us=21.0) for config in configs[:2]}  # 75 gave wrong results
+        verdicts = dict(zip(configs, ("ok", "ok", "wrong"), strict=True))
+        rows = {(TOY.name, ODD.key, words(one)): replace(SLOW, verdict=told, us=21.0) for one, told in verdicts.items()}
         add_rows(CARD.key, CARD.facts, rows)
+        return SimpleNamespace(rows=[SimpleNamespace(config=one, verdict=told) for one, told in verdicts.items()])
 
     monkeypatch.setattr(in_step, "warm", warm)
     half, none = MEDIUM.prefer(50), MEDIUM.prefer(0)
@@ -135,8 +139,9 @@ def test_a_share_that_is_shorter_by_chance_is_not_chosen(monkeypatch: pytest.Mon
     assert CARD is not None
     half = SMALL.prefer(50)
     monkeypatch.setattr(type(TOY), "carveouts", (50,))
-    row = {(TOY.name, ODD.key, words(half)): replace(SLOW, us=21.0)}
-    monkeypatch.setattr(in_step, "warm", lambda *_, **__: add_rows(CARD.key, CARD.facts, row))
+    add_rows(CARD.key, CARD.facts, {(TOY.name, ODD.key, words(half)): replace(SLOW, us=21.0)})
+    found = SimpleNamespace(rows=[SimpleNamespace(config=half, verdict="ok")])
+    monkeypatch.setattr(in_step, "warm", lambda *_, **__: found)
     trials = list(tune_in("a step", Program({SMALL: 2.0, MEDIUM: 2.1, half: 1.9999}), CARD))
     assert [(trial.config, trial.better) for trial in trials] == [(MEDIUM, False), (half, False)]
     assert lookup.choose(TOY, LONGER, CARD).config == SMALL

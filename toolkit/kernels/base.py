@@ -60,8 +60,8 @@ class Config:
         return found if self.carveout < 0 else {**found, "carveout": self.carveout}
 
     def prefer(self, carveout: int) -> Config:
-        """Return this config with another carveout."""
-        return Config(**{**self.to_dict(), "carveout": carveout})
+        """Return this config with this carveout."""
+        return self if carveout == self.carveout else Config(**{**self.to_dict(), "carveout": carveout})
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value}' for name, value in self.to_dict().items())})"

@@ -70,7 +70,8 @@ def tune_in(
             continue
         times = {config: timed(place, config)}
         yield from tried(place, config, [row.config for row in rows if row.config != config])
-        yield from tried(place, best[place], _carveouts(place[0], rows[0].shape, best[place], card))
+        shares = _carveouts(place[0], rows[0].shape, best[place], card)
+        yield from tried(place, best[place], [one for one in shares if one not in times])
         # A share that is no better must not be chosen for a time that is shorter by chance: it may hold for other shapes, too.
         kept = {one: ms for one, ms in times.items() if one.carveout < 0 or one == best[place]}
         _store(card, program, place[0], rows[0].shape, kept)
@@ -79,18 +80,21 @@ def tune_in(
 
 def _carveouts(kernel: Kernel, shape: str, config: Config, card: Card) -> list[Config]:
     """Return the config with other shares of shared memory, once they are timed alone; without those that aren't correct."""
+    if not kernel.carveouts:
+        return []
     others = [config.prefer(share) for share in (-1, *kernel.carveouts) if share != config.carveout]
-    if kernel.carveouts:
-        warm([(kernel, kernel.shape_type.from_key(shape))], card, others, progress=False)
-    found = lookup.timed(kernel, kernel.shape_type.from_key(shape), read_tuned(card.key, card.facts))
-    correct = {row.config for row in found}
-    return [one for one in others if one in correct]
+    found = warm([(kernel, kernel.shape_type.from_key(shape))], card, others, progress=False)
+    return [row.config for row in found.rows if row.verdict == "ok"]
 
 
 def _candidates(kernel: Kernel, shape: Shape, card: Card, config: Config, most: int) -> list[lookup.Timed]:
-    """Return the configs to try, of those timed at the nearest lengths: the present one, and others about as fast alone."""
+    """Return the configs to try, of those timed at the nearest lengths: the present one, and others about as fast alone.
+
+    Others have no share of shared memory: `_carveouts` has those of the best one.
+    """
     rows = lookup.timed(kernel, shape, read_tuned(card.key, card.facts))
-    near = sorted((row for row in rows if row.shape == rows[0].shape), key=lambda row: row.us)
+    tried = [row for row in rows if row.shape == rows[0].shape and (row.config.carveout < 0 or row.config == config)]
+    near = sorted(tried, key=lambda row: row.us)
     fast = [row for row in near if row.us <= (1 + NEAR) * near[0].us + NEAR_US][:most]
     return fast + [row for row in near if row.config == config and row not in fast]
 
