@@ -111,6 +111,22 @@ def test_fields_that_change_while_a_plan_is_made_are_planned_again(app: Lab, mon
     assert app.plan.plan.context == 1024
 
 
+def test_a_field_that_changes_while_a_plan_is_drawn_is_planned_again(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, real = [], module.html
+
+    def slow(plan):
+        drawn.append(plan.context)
+        if len(drawn) == 1:
+            app.plan.context_field.value = 2048
+        return real(plan)
+
+    monkeypatch.setattr(module, "html", slow)
+    planned(app)
+    assert (app.error, drawn) == (None, [4096, 2048])
+    assert app.plan.plan.context == 2048
+    assert "it fits" in app.plan.status.value
+
+
 def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
     app.plan.budget_field.value = 2 * GiB
     assert app.plan.plan is None

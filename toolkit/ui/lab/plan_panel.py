@@ -127,9 +127,9 @@ class PlanPanel(Panel):
         shapes = self._shapes(path, scheme)
         if self.context_field.value != context:
             return
-        self.plan = self._plan_of(shapes, target, path, scheme, ranks, budget, context, kv)
-        self.view.value = html(self.plan)
-        fits = f"it {verdict(self.plan)}" if self.plan.fits else "it doesn't fit, for the reasons below"
+        self.plan = found = self._plan_of(shapes, target, path, scheme, ranks, budget, context, kv)
+        self.view.value = html(found)  # not self.plan, which a change of a field removes meanwhile
+        fits = f"it {verdict(found)}" if found.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
         if self._lowered is not None and context == self._lowered[1]:
             place += f" Context was lowered to {context:,}, the most that the model allows."
