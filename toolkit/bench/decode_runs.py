@@ -27,6 +27,7 @@ from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace
 
 FEW_TOKENS = 3
+ENOUGH_S = 2.0
 PROBED_STEPS = 8
 RECORDED_TOKENS = 12
 FEWEST_TOKENS = max(WARM_UP_TOKENS, FEW_TOKENS, PROBED_STEPS + 1, RECORDED_TOKENS)  # for which a cache needs room
@@ -69,24 +70,32 @@ def timed(prefix: Prefix, ids: Sequence[int], name: str, tokens: int, repeats: i
     }  # fmt: skip
 
 
-def first_token(model: Model, ids: Sequence[int], name: str, repeats: int, **options: Any) -> float:
-    """Return the median of the seconds from the call of `generate` until the host knows the first token.
+def first_token(model: Model, ids: Sequence[int], name: str, repeats: int, **options: Any) -> list[float]:
+    """Return the seconds from the call of `generate` until the host knows the first token, of `repeats` runs.
 
-    On a measured clock, a run warms up first: it compiles kernels, and the allocator takes its memory.
+    On a measured clock, a run warms up first: it compiles kernels, and the allocator takes its memory. More runs follow until
+    all took ENOUGH_S together, because one interruption of the host takes as long as a short prompt.
     """
-    device, taken = model.device, []
-    warm_up = 1 if device.clock == "measured" else 0
-    for _ in range(warm_up + repeats):
-        device.sync()
+    device = model.device
+
+    def run() -> float:
         known_ns: list[int] = []
-
-        def note(token: int, text: str, to: list[int] = known_ns) -> None:
-            to.append(device.now_ns())
-
+        device.sync()
         begin = device.now_ns()
-        generate(model, ids, name, max_new_tokens=FEW_TOKENS, eos=(), record=False, on_token=note, **options)
-        taken.append((known_ns[0] - begin) / 1e9)
-    return statistics.median(taken[warm_up:])
+        generate(
+            model, ids, name, max_new_tokens=FEW_TOKENS, eos=(), record=False,
+            on_token=lambda token, text: known_ns.append(device.now_ns()), **options,
+        )  # fmt: skip
+        return (known_ns[0] - begin) / 1e9
+
+    enough: float = device.now_ns()
+    if device.clock == "measured":
+        run()
+        enough = device.now_ns() + ENOUGH_S * 1e9
+    taken = [run() for _ in range(repeats)]
+    while device.now_ns() < enough:
+        taken.append(run())
+    return taken
 
 
 def host_time(prefix: Prefix, ids: Sequence[int], name: str, chunk: int) -> dict[str, Any]:
