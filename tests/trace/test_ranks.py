@@ -271,6 +271,14 @@ def test_two_traces_of_one_rank_are_an_error_that_names_them(tmp_path):
         tk.open_trace(files)
 
 
+def test_a_file_that_is_given_twice_is_not_two_ranks(tmp_path):
+    write_rank(tmp_path / "x.json", 0, 1, [plain(0, 1)])
+    (tmp_path / "folder").mkdir()
+    again = tmp_path / "folder" / ".." / "x.json"
+    with pytest.raises(TraceError, match=r"x\.json' is in the list 2 times. Give one file per rank"):
+        tk.open_trace([tmp_path / "x.json", again])
+
+
 def test_traces_of_different_jobs_are_an_error_that_names_their_sizes(tmp_path):
     files = [write_rank(tmp_path / f"{rank}.json", rank, 2 + 2 * rank, [plain(0, 1)]) for rank in range(2)]
     with pytest.raises(TraceError, match=r"0\.json is of a job of 2 ranks, 1\.json is of a job of 4 ranks"):

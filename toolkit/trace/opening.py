@@ -9,6 +9,7 @@ import gzip
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,6 +77,9 @@ def _open_ranks(files: Sequence[str | os.PathLike[str]], asked: str) -> Trace:
     if not files:
         raise TraceError(asked, "an empty list", "Give the trace files of all ranks")
     traces = [open_trace(file) for file in files]
+    for path, times in Counter(map(os.path.realpath, files)).items():
+        if times > 1:
+            raise TraceError(asked, f"{shown(path)} is in the list {times} times", "Give one file per rank")
     return traces[0] if len(traces) == 1 else join(traces, [os.path.basename(os.fspath(file)) for file in files], asked)
 
 
