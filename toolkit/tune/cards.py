@@ -70,7 +70,7 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
 
         return _absent(current_virtual().spec if kind == "vgpu" else spec_of(rest))
     if name not in CATALOGUE:
-        raise unknown_name("GPU", name, ["auto", "cuda", *CATALOGUE])
+        raise unknown_name("GPU", name, ["auto", "cpu", "cuda", "virtual:8GiB", *CATALOGUE])
     return _absent(CATALOGUE[name])
 
 
