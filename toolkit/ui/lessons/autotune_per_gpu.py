@@ -30,7 +30,8 @@ STAGES = 4
 
 QUESTIONS = {
     "one pair": Question(
-        hint="A tile of a has block_m x block_k numbers, and a tile of b has block_k x block_n. How many bytes has a number?",
+        hint="A tile of a has block_m x block_k numbers, and a tile of b has block_k x block_n. How many bytes does a number "
+        "have?",
         why="Two tiles of 128 x 64 numbers, 2 bytes each: 32 KiB.",
         answer='{"bytes": 2 * (128 * 64 + 64 * 128)}',
         who="the arithmetic",
@@ -53,7 +54,7 @@ QUESTIONS = {
         hint="The size of a pair of tiles has three numbers in it, and two of them are given. Half of the third one takes half "
         "of the memory.",
         why="With half of block_k, each pair of tiles has half the size. The price is twice as many steps, each with less "
-        "arithmetic to hide the next loads behind: whether that is faster, only a measurement shows.",
+        "arithmetic to hide the next loads behind. Only a measurement shows whether that is faster.",
         answer="my_config = Config(block_m=128, block_n=128, block_k=32, warps=8, stages=4)",
         who="the compiler",
     ),

@@ -60,8 +60,8 @@ def no_waits(memory):
     "too early": Question(
         hint="Compare the columns `copy ends` and `kernel begins`, row by row.",
         why="Nothing tells the kernel's stream to wait for the copy's stream. The later kernels are right by luck: the "
-        "kernels take longer than the copies, so the copies get ahead. On a faster GPU or with larger batches, the luck is "
-        "another.",
+        "kernels take longer than the copies, so the copies get ahead. On a faster GPU or with larger batches, they "
+        "may be wrong.",
         answer='{"kernels": int((order["kernel begins"] < order["copy ends"]).sum())}',
     ),
     "ready": Question(

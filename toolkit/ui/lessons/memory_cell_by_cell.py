@@ -9,8 +9,8 @@ SIZES = ("a few KiB", "a few MiB", "tens of MiB")
 
 QUESTIONS = {
     "three numbers": Question(
-        hint="Three large tensors are in memory at the same time: `x`, `x.double()` and its square. How many bytes has each? "
-        "And which of them has a variable at the end?",
+        hint="Three large tensors are in memory at the same time: `x`, `x.double()` and its square. How many bytes does each "
+        "have? And which of them has a variable at the end?",
         why="8 MiB for x, 16 for x.double(), 16 for its square: 40. At the end x is left, and 512 bytes for `length`, which "
         "is the smallest block of the allocator.",
         answer='{"peak MiB": 8 + 16 + 16, "kept MiB": 8}',
