@@ -230,9 +230,8 @@ def plan_of(
     wanted = min(4096, most) if context is None else context
     context = integer(wanted, 2, most)
     if context is None:
-        raise ModelError(
-            f"a plan for a context of {brief(wanted)}", f"this model supports 2 to {most:,} tokens", "Choose one of these"
-        )
+        supported = f"this model supports 2 to {most:,} tokens"
+        raise ModelError(f"a plan for a context of {brief(wanted)}", supported, "Choose a number in this range")
     has = _host_bytes() if card is None else card.memory_bytes
     whole = has if run_budget is None else run_budget
     tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]

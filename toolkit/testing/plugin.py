@@ -145,9 +145,8 @@ class _Test:
 
         blocks = self.recorder.blocks
         if not blocks:
-            pytest.fail(
-                "the test has a budget and uses toolkit_trace, but recorded nothing: `with toolkit_trace:`", pytrace=False
-            )
+            why = "the test has a budget and uses toolkit_trace, but recorded nothing: put its work into `with toolkit_trace:`"
+            pytest.fail(why, pytrace=False)
         self.found = measured(blocks, self.lines, self.budget.copies is not None, self.budget.memory)
         with _failing():
             self.problems = list(budgets.check(self.budget, blocks, self.found, self.before, self.lines, self.update))

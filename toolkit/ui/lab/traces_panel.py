@@ -41,7 +41,7 @@ class TracesPanel(Panel):
         self.b_field = field(widgets.Dropdown, None, "B", 20, layout=wide)
         self.file_field = field(widgets.Text, "run", "Save as", 60, placeholder="a name, or a path", layout=size)
         self.show_button = button("Show", "eye", self.show, "Show A, next to B if one is chosen", primary=True)
-        page, kept = "A self-contained page with A, next to B if one is chosen", "A file that Open reads; only A"
+        page, kept = "A self-contained page with A, next to B if one is chosen", "A file with A alone, which Open reads"
         self.page_button = button("Save as HTML", "file", self.save_page, page)
         self.save_button = button("Save run", "save", self.save, kept)
         self.table, self.timeline_box = widgets.HTML(), widgets.VBox()
