@@ -88,14 +88,14 @@ def plan(
         context: tokens in the KV cache (default: 4,096, or that of a package).
         kv: format of keys and values. "none" (or None) is plain, "auto" the first of plain, "int8", "k4v8" and "int4" that
             fits.
-        run_budget: GPU memory for running (default: all memory of the card).
+        run_budget: GPU memory for running (default: all memory of the GPU).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
         prefill_chunk: tokens of a prompt that are fed at a time (default: as in `tk.generate`). Fewer need less memory.
         tensor_parallel: the number of ranks that divide the model, each on a GPU of its own (see `tk.load`). All sizes are then
             those of one GPU, also the budgets; `.by_rank()` is a table of all ranks.
 
-    Returns a Plan, which displays itself in a notebook. `.gpus()` is a table of all cards, and `.check()` raises an error if
+    Returns a Plan, which displays itself in a notebook. `.gpus()` is a table of all GPUs, and `.check()` raises an error if
     the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, contexts that the model does not support, and
     numbers of ranks that can't divide the model.
     """
