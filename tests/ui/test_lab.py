@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -485,6 +486,28 @@ def test_a_load_that_fails_for_generate_does_not_seem_to_go_on(app: Lab) -> None
 ])  # fmt: skip
 def test_a_mistyped_name_keeps_the_model(app: Lab, model: SimpleNamespace, device: str, path: str, told: str) -> None:
     loaded(app)
+    refused(app, model, device, path, told)
+    app.decoding.tokens_field.value = 2
+    app.generate()
+    assert app.wait(SOON_S)
+    assert app.error is None
+
+
+@pytest.mark.parametrize(("name", "content", "told"), [
+    ("damaged.gguf", b"GGUF\x03\x00\x00\x00\x05", "damaged.gguf"), ("model/config.json", b'{"model_type": "gpt2"}', "gpt2"),
+    ("model/config.json", b'{"model_type": "qwen3"', "config.json"),
+])  # fmt: skip
+def test_a_damaged_file_keeps_the_model(
+    app: Lab, model: SimpleNamespace, tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    loaded(app)
+    (tmp_path / "model").mkdir()
+    (tmp_path / name).write_bytes(content)
+    refused(app, model, "virtual:h200", str(tmp_path / name).removesuffix("/config.json"), told)
+
+
+def refused(app: Lab, model: SimpleNamespace, device: str, path: str, told: str) -> None:
+    """Press Load for `path`, which fails as `told`. The loaded model stays."""
     app.loading.device_field.value, app.loading.model_field.value = device, path
     app.load()
     assert app.wait(SOON_S)
@@ -493,10 +516,6 @@ def test_a_mistyped_name_keeps_the_model(app: Lab, model: SimpleNamespace, devic
     assert app.model is model
     assert "demo/qwen3 on virtual:h200" in app.state.value
     assert app.loading.model_view.value
-    app.decoding.tokens_field.value = 2
-    app.generate()
-    assert app.wait(SOON_S)
-    assert app.error is None
 
 
 def test_cancel_ends_a_load(app: Lab, model: SimpleNamespace) -> None:

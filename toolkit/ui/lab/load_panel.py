@@ -17,10 +17,11 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.loading.checkpoint import DEMOS, resolve
+from toolkit.loading.download import Repository
 from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.models.shapes import SHAPES
-from toolkit.planning.describe import costs
+from toolkit.planning.describe import costs, describe
 from toolkit.ranks.cluster import Cluster, checked, cluster, several
 from toolkit.ranks.remote import RankedModel
 from toolkit.ui.figures.model import html_of
@@ -147,7 +148,9 @@ class LoadPanel(Panel):
     def load_now(self) -> None:
         """Load the chosen model in this thread."""
         name, path, scheme = self.chosen()
-        _check_names(name, path)  # first: a mistyped name must not cost the loaded model
+        _check_names(name, path)  # first: a mistyped name must not cost the loaded model, nor a damaged file
+        if self.model is not None and not isinstance(resolve(path), Repository):  # else the load opens headers first
+            describe(path, scheme)
         self.unload(f"Loading {escape(path)} onto {escape(name)} ...")
         gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
         for panel in [panel for panel in _panels if panel is not self and not panel._work.busy]:
