@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from html import escape
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -32,40 +33,51 @@ class Work(ProgressBar):
         self.stopped = False  # set by work that Cancel has stopped and that keeps a part of its results
         self._changed, self._explain = changed, explain
         self._worker: threading.Thread | None = None
-        self._start, self._next = threading.Lock(), 0.0
+        self._running, self._ended = False, threading.Event()  # set when the work has ended, before its end is shown
+        self._after: tuple[Any, ...] | None = None  # arguments of a `run` since then
+        self._start, self._next = threading.RLock(), 0.0
         super().__init__(self.cancel)
         self.rest()
 
     @property
     def busy(self) -> bool:
         """Whether work is running."""
-        return self._worker is not None and self._worker.is_alive()
+        return self._running
 
     def run(self, title: str, work: Callable[[], None], status: widgets.HTML, alone: bool = False) -> None:
         """Run `work` in a thread, shown as `title`. An error is shown in `status`. Does nothing if other work is running.
 
-        Work that runs `alone` waits for that of other Labs: they would mix their times and events on one device.
+        If other work has ended, but its end is still being shown, `work` begins after that. Work that runs `alone` waits for
+        that of other Labs: they would mix their times and events on one device.
         """
         with self._start:
-            if self.busy:
+            if self._running:
+                if self._ended.is_set() and self._after is None:
+                    self._after = title, work, status, alone
                 return
             self.cancelled.clear()
+            self._ended.clear()
             self.error, self.stopped, self._next = None, False, 0.0
             self.begin(title)
-            self._worker = threading.Thread(target=self._guard, args=(work, status, alone), name=f"lab {title}", daemon=True)
+            worker = threading.Thread(target=self._guard, args=(work, status, alone), name=f"lab {title}", daemon=True)
+            self._running = True
+            worker.start()
+            self._worker = worker  # `wait` can't join it before it has started
             self._changed(False)
-            self._worker.start()
 
     def cancel(self) -> None:
         """Cancel the running work at its next step, such as a token, a tensor or a compilation."""
-        if self.busy and not self.cancelled.is_set():
-            self.cancelled.set()
-            self.draw()
+        with self._start:
+            if self._running and not self._ended.is_set() and not self.cancelled.is_set():
+                self.cancelled.set()
+                self.draw()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the running work has ended. Returns False if it still runs after `timeout_s` seconds."""
-        if self._worker is not None:
-            self._worker.join(timeout_s)
+        while (worker := self._worker) is not None:
+            worker.join(timeout_s)
+            if worker is self._worker:  # else it has begun what was asked for meanwhile
+                break
         return not self.busy
 
     def due(self) -> bool:
@@ -78,8 +90,7 @@ class Work(ProgressBar):
 
     def _guard(self, work: Callable[[], None], status: widgets.HTML, alone: bool) -> None:
         """Run `work`. Show its error in `status`, and keep the exception."""
-        ended, how = threading.Event(), "done"
-        clock = threading.Thread(target=self._tick, args=(ended,), name="lab clock", daemon=True)
+        how, clock = "done", threading.Thread(target=self._tick, args=(self._ended,), name="lab clock", daemon=True)
         clock.start()
         try:
             with self._turn() if alone else nullcontext():
@@ -90,10 +101,22 @@ class Work(ProgressBar):
             self.error, how = _without_frames(error), "failed"
             status.value = error_html(error) + self._explain()
         finally:
-            ended.set()
+            with self._start:
+                self._ended.set()
             clock.join()  # it would draw over how the work ended
             self.rest("cancelled" if self.stopped and how == "done" else how)
-            self._changed(True)
+            try:
+                self._changed(True)
+            finally:
+                self._idle()
+
+    def _idle(self) -> None:
+        """Say that no work runs any more, and begin what was asked for since the work ended."""
+        with self._start:
+            self._running = False
+            after, self._after = self._after, None
+            if after is not None:
+                self.run(*after)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

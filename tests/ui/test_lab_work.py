@@ -1,0 +1,88 @@
+"""Tests of the Lab's work while its end is shown: what is pressed, changed or cancelled then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from toolkit.ui.lab.app import Lab
+
+SOON_S = 60  # on a machine that is busy with other tests
+
+
+@pytest.fixture
+def app() -> Iterator[Lab]:
+    lab = Lab()
+    yield lab
+    lab.close()
+
+
+def in_the_kernel(call: Callable[[], object]) -> None:
+    """Call as the kernel's main thread does, which isn't the thread of the work."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def at_the_end(app: Lab, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Call in the kernel's main thread when the next work has ended and the buttons are enabled, before its thread ends."""
+    said, calls = app._say_state, iter([call])
+
+    def say_state() -> None:
+        said()
+        if threading.current_thread() is app.work._worker:
+            in_the_kernel(next(calls, lambda: None))
+
+    monkeypatch.setattr(app, "_say_state", say_state)
+
+
+def test_a_button_that_is_pressed_as_soon_as_it_is_enabled_begins_its_work(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press() -> None:
+        assert not app.memory.look_button.disabled
+        app.memory.look_button.click()
+
+    at_the_end(app, monkeypatch, press)
+    app.memory.refresh_button.click()
+    assert app.wait(SOON_S)
+    assert "Nothing on a GPU" in app.memory.hidden_view.value
+    assert not app.memory.look_button.disabled
+    app.memory.hidden_view.value = ""
+    app.memory.refresh_button.click()  # it is not begun again
+    assert app.wait(SOON_S)
+    assert app.memory.hidden_view.value == ""
+
+
+def test_a_field_that_changes_when_a_plan_has_ended_is_planned_again(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_the_end(app, monkeypatch, lambda: setattr(app.plan.context_field, "value", 512))
+    app.plan.plan_button.click()
+    assert app.wait(SOON_S)
+    assert app.error is None
+    assert app.plan.plan is not None
+    assert app.plan.plan.context == 512
+    assert "it fits" in app.plan.status.value
+
+
+def test_wait_waits_for_what_was_asked_for_at_the_end(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    enable, waited = app.memory.enable, list[bool]()
+
+    def enabled(idle: bool) -> None:
+        enable(idle)
+        if not idle and threading.current_thread() is not threading.main_thread():
+            in_the_kernel(lambda: waited.append(app.wait(0.01)))
+
+    at_the_end(app, monkeypatch, app.memory.look_button.click)
+    monkeypatch.setattr(app.memory, "enable", enabled)
+    app.memory.refresh_button.click()
+    assert app.wait(SOON_S)
+    assert waited == [False]
+    assert "Nothing on a GPU" in app.memory.hidden_view.value
+
+
+def test_work_that_has_ended_is_not_cancelled(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_the_end(app, monkeypatch, app.work.cancel_button.click)
+    app.memory.refresh_button.click()
+    assert app.wait(SOON_S)
+    assert "Looking: done after" in app.work.text.value
