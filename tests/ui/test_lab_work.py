@@ -1,12 +1,15 @@
-"""Tests of the Lab's work while its end is shown: what is pressed, changed or cancelled then."""
+"""Tests of the Lab's work while its end is shown: what is pressed, changed or cancelled then, and what another Lab may do."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from toolkit.core.errors import DeviceError
+from toolkit.ui.lab import load_panel
 from toolkit.ui.lab.app import Lab
 
 SOON_S = 60  # on a machine that is busy with other tests
@@ -86,3 +89,32 @@ def test_work_that_has_ended_is_not_cancelled(app: Lab, monkeypatch: pytest.Monk
     app.memory.refresh_button.click()
     assert app.wait(SOON_S)
     assert "Looking: done after" in app.work.text.value
+
+
+def test_another_lab_waits_until_the_end_is_shown(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the model away of a Lab that isn't busy, and would fail beside one that still is."""
+    other, device = Lab(), SimpleNamespace(name="virtual:h200", memory=lambda: SimpleNamespace(total_bytes=0))
+    model = SimpleNamespace(device=device)
+
+    def open_device(name: str) -> SimpleNamespace:
+        if app.model is not None:
+            raise DeviceError(f"opening {name}", "live tensors", "Delete them first")
+        return device
+
+    def load(path: str, **options: object) -> SimpleNamespace:
+        other.load()  # it waits for its turn; once it has that, this does nothing
+        return model
+
+    monkeypatch.setattr(load_panel, "open_device", open_device)
+    monkeypatch.setattr(load_panel, "load", load)
+    monkeypatch.setattr(load_panel, "html_of", lambda model: "")
+    for lab in (app, other):
+        monkeypatch.setattr(lab.decoding, "refresh", lambda: None)
+    at_the_end(app, monkeypatch, lambda: other.wait(1))  # as long as it takes to show the end on a slow machine
+    app.load()
+    assert app.wait(SOON_S)
+    assert app.error is None
+    assert other.wait(SOON_S)
+    assert other.error is None
+    assert (app.model, other.model) == (None, model)
+    other.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from html import escape
 from typing import Any
 
@@ -92,23 +92,25 @@ class Work(ProgressBar):
         """Run `work`. Show its error in `status`, and keep the exception."""
         how, clock = "done", threading.Thread(target=self._tick, args=(self._ended,), name="lab clock", daemon=True)
         clock.start()
-        try:
-            with self._turn() if alone else nullcontext():
-                work()
-        except CancelledError as error:
-            how, status.value = "cancelled", f"Cancelled. {escape(error.do)}."
-        except BaseException as error:  # nothing above this thread would report it
-            self.error, how = _without_frames(error), "failed"
-            status.value = error_html(error) + self._explain()
-        finally:
-            with self._start:
-                self._ended.set()
-            clock.join()  # it would draw over how the work ended
-            self.rest("cancelled" if self.stopped and how == "done" else how)
+        with ExitStack() as turn:  # until the end is shown: another Lab leaves a busy one its model
             try:
-                self._changed(True)
+                if alone:
+                    turn.enter_context(self._turn())
+                work()
+            except CancelledError as error:
+                how, status.value = "cancelled", f"Cancelled. {escape(error.do)}."
+            except BaseException as error:  # nothing above this thread would report it
+                self.error, how = _without_frames(error), "failed"
+                status.value = error_html(error) + self._explain()
             finally:
-                self._idle()
+                with self._start:
+                    self._ended.set()
+                clock.join()  # it would draw over how the work ended
+                self.rest("cancelled" if self.stopped and how == "done" else how)
+                try:
+                    self._changed(True)
+                finally:
+                    self._idle()
 
     def _idle(self) -> None:
         """Say that no work runs any more, and begin what was asked for since the work ended."""
