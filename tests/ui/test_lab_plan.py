@@ -127,6 +127,22 @@ def test_a_field_that_changes_while_a_plan_is_drawn_is_planned_again(app: Lab, m
     assert "it fits" in app.plan.status.value
 
 
+def test_a_model_that_changes_while_its_shapes_are_looked_up_lowers_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, real = Lab(model="demo/qwen3"), module.describe
+
+    def slow(path, scheme):
+        model = real(path, scheme)
+        app.loading.model_field.value = "random/qwen3-8b"
+        return model
+
+    monkeypatch.setattr(module, "describe", slow)
+    planned(app)
+    assert app.error is None
+    assert "random/qwen3-8b" in app.plan.view.value
+    assert app.plan.context_field.value == app.plan.plan.context == 4096
+    assert "lowered" not in app.plan.status.value
+
+
 def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
     app.plan.budget_field.value = 2 * GiB
     assert app.plan.plan is None
@@ -197,6 +213,30 @@ def test_automatic_kv_exports_what_the_plan_found(app: Lab, exporter: Exporter) 
     assert "kv=plan.kv" in code
     app.plan.kv_field.value = "plain"
     assert "kv=" not in app.plan.code.snippets[1][1]
+
+
+def test_fields_that_change_after_export_was_pressed_are_for_the_next_one(
+    app: Lab, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = [], module.describe
+
+    def slow(path, scheme):
+        model = real(path, scheme)
+        app.loading.scheme_field.value, app.plan.budget_field.value, app.plan.context_field.value = "int4", 8 * GiB, 2048
+        return model
+
+    def plan(shapes, target, budget, context, **options):
+        asked.append((target, budget, context, options["name"]))
+        return SimpleNamespace(kv=None)
+
+    monkeypatch.setattr(module, "describe", slow)
+    monkeypatch.setattr(module, "plan", plan)
+    app.plan.export()
+    assert app.wait(60)
+    assert app.error is None
+    assert asked == [("rtx-4090", 4 * GiB, 4096, "random/gemma4-31b, q4_k_m")]
+    ((_, _, options),) = exporter.asked
+    assert (options["scheme"], options["budget"], options["context"]) == ("q4_k_m", 4 * GiB, 4096)
 
 
 def test_an_export_can_be_cancelled(app: Lab, exporter: Exporter) -> None:

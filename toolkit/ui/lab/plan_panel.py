@@ -107,9 +107,13 @@ class PlanPanel(Panel):
         _, path, scheme = self._loading.chosen()
         return self.target_field.value.strip() or "cpu", path, scheme
 
+    def _limits(self) -> tuple[int, int, int]:
+        """Return the number of GPUs, the budget and the context."""
+        return self.ranks_field.value, self.budget_field.value, self.context_field.value
+
     def _asked(self) -> tuple[Any, ...]:
         """Return the fields that a plan answers for."""
-        return (*self._chosen(), self.ranks_field.value, self.budget_field.value, self.context_field.value, self._kv())
+        return (*self._chosen(), *self._limits(), self._kv())
 
     def _plan(self) -> None:
         """Plan for the fields, again if they have changed meanwhile."""
@@ -122,16 +126,18 @@ class PlanPanel(Panel):
                 raise
             planned = asked
 
-    def _show_plan(self, target: str, path: str, scheme: Any, ranks: int, budget: int, context: int, kv: str | None) -> None:
+    def _show_plan(self, *asked: Any) -> None:
+        target, path, scheme, _, _, context, _ = asked
         self.status.value = f"Planning {escape(path)} for {escape(target)} ..."
         shapes = self._shapes(path, scheme)
-        if self.context_field.value != context:
+        if self._asked() != asked:
             return
-        self.plan = found = self._plan_of(shapes, target, path, scheme, ranks, budget, context, kv)
+        self.plan = found = self._plan_of(shapes, *asked)
         self.view.value = html(found)  # not self.plan, which a change of a field removes meanwhile
         fits = f"it {verdict(found)}" if found.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
-        if self._lowered is not None and context == self._lowered[1]:
+        lowered = self._lowered
+        if lowered is not None and context == lowered[1]:
             place += f" Context was lowered to {context:,}, the most that the model allows."
         self.status.value = f"{place} This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
 
@@ -146,12 +152,12 @@ class PlanPanel(Panel):
             return plan(path, target, budget, context, scheme=scheme, tensor_parallel=ranks, **named)
 
     def _shapes(self, path: str, scheme: Any) -> Any:
-        """Return the model on "meta", built once. Lower the context field to the model's number of positions."""
+        """Return the model on "meta", built once. Lower the context field to its number of positions if it is still chosen."""
         if self._described is None or self._described[0] != (path, scheme):
             self._described = (path, scheme), describe(path, scheme)
         model = self._described[1]
         context, most = self.context_field.value, model.config.max_position_embeddings
-        if context > most:
+        if context > most and self._loading.model_field.value.strip() == path:
             self._lowered = context, most
             self.context_field.value = most
         return model
@@ -166,17 +172,8 @@ class PlanPanel(Panel):
         """Return the argument `kv` of `tk.plan`: a scheme, "auto", or None for plain."""
         return None if self.kv_field.value == _PLAIN else self.kv_field.value
 
-    def _options(self, target: str, kv: str | None) -> dict[str, Any]:
-        """Return the arguments of `tk.export` other than the model and the folder, with `kv` other than "auto"."""
-        here = target == "cpu" or target.startswith(("cuda", "virtual:"))
-        return {
-            "device" if here else "target": target, "budget": self.budget_field.value, "context": self.context_field.value,
-            "kv": kv, "scheme": self._loading.scheme,
-            **({"tensor_parallel": self.ranks_field.value} if self.ranks_field.value > 1 else {}),
-        }  # fmt: skip
-
     def _export(self) -> None:
-        target, path, scheme = self._chosen()
+        target, path, scheme, ranks, budget, context, kv = self._asked()
         folder = folder_of(self.folder_field.value)
         self.package = self.plan = None
         self.view.value = ""
@@ -188,15 +185,18 @@ class PlanPanel(Panel):
             self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
 
         shapes = self._shapes(path, scheme)
-        kv = self._plan_of(shapes, *self._asked()).kv
-        self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **self._options(target, kv))
+        limits = ranks, budget, min(context, shapes.config.max_position_embeddings)
+        kv = self._plan_of(shapes, target, path, scheme, *limits, kv).kv
+        options = _options(target, scheme, *limits, kv)
+        self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **options)
         self.view.value = package_html(self.package)
         into = f"Exported for <b>{escape(target)}</b> into the folder <b>{escape(folder)}</b>."
         self.status.value = f"{into} In a cell: lab.plan.package.load()."
 
     def _snippets(self) -> dict[str, str]:
         target, path = self.target_field.value.strip() or "cpu", self._loading.model_field.value.strip()
-        options = self._options(target, Name("plan.kv") if self._kv() == "auto" else self._kv())
+        kv = Name("plan.kv") if self._kv() == "auto" else self._kv()
+        options = _options(target, self._loading.scheme, *self._limits(), kv)
         options["budget"] = f"{self.budget_field.value / GiB:g} GiB"
         if options["context"] == CONTEXT:
             del options["context"]  # it is the default, or fewer if the model has fewer positions
@@ -220,6 +220,15 @@ def target_of(device: str) -> str:
 def ranks_of(device: str) -> int:
     """Return the number of GPUs that a name of a device asks for, in the range of the field."""
     return min(max((several(device.strip()) or ("", 1))[1], 1), MOST)
+
+
+def _options(target: str, scheme: Any, ranks: int, budget: int, context: int, kv: str | None) -> dict[str, Any]:
+    """Return the arguments of `tk.export` other than the model and the folder, with `kv` other than "auto"."""
+    here = target == "cpu" or target.startswith(("cuda", "virtual:"))
+    return {
+        "device" if here else "target": target, "budget": budget, "context": context, "kv": kv, "scheme": scheme,
+        **({"tensor_parallel": ranks} if ranks > 1 else {}),
+    }  # fmt: skip
 
 
 def _targets() -> list[str]:
