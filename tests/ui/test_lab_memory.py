@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.trace.opening import open_trace
 from toolkit.ui.lab import memory_panel as module
 from toolkit.ui.lab.app import Lab
-from toolkit.ui.lab.memory_panel import MOST, hidden_html, measured_html, what_if_html
+from toolkit.ui.lab.memory_panel import MOST, MemoryPanel, hidden_html, measured_html, what_if_html
 from toolkit.ui.memory.widget import MemoryTimeline
 from toolkit.vram.hidden import Hidden
 from toolkit.vram.measure import Scope, memory
@@ -219,6 +219,40 @@ def test_what_if_says_which_gpus_would_have_done(app: Lab) -> None:
     app.work.cancelled.set()
     with pytest.raises(CancelledError):
         panel._what_if()
+
+
+def test_another_row_chosen_during_what_if_shows_no_answer_of_the_first(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = generated(app, 2).memory
+
+    def slow(*args, **options):
+        panel.measured.chosen = 2
+        return what_if(*args, **options)
+
+    monkeypatch.setattr(module, "what_if", slow)
+    panel.measured.chosen = 1
+    press(app, panel.what_if_button)
+    assert app.error is None
+    assert panel.shown.children[0].use is panel.uses[2][1]
+    assert (panel.what_if_view.value, panel.status.value) == ("", "")
+    press(app, panel.what_if_button)
+    assert "generate, roundtrip" in panel.what_if_view.value
+
+
+@pytest.mark.parametrize("act", [MemoryPanel._show, MemoryPanel._chosen])
+def test_a_measurement_that_is_dropped_while_its_row_is_read_is_no_error(
+    app: Lab, act: Callable[[MemoryPanel], object]
+) -> None:
+    """Work drops the oldest measurement while the kernel's main thread shows it."""
+    panel = generated(app, 2).memory
+    panel.measured.chosen = 1
+
+    class Dropped(dict):
+        def __contains__(self, number: object) -> bool:
+            panel.uses = {n: use for n, use in self.items() if n > 1}
+            return super().__contains__(number)
+
+    panel.uses = Dropped(panel.uses)
+    act(panel)
 
 
 def test_saving_takes_the_name_as_it_is_meant(app: Lab, tmp_path: Path) -> None:

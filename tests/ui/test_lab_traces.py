@@ -120,6 +120,23 @@ def test_only_the_last_runs_are_kept() -> None:
     assert list(history.entries) == list(range(3, MOST + 3))
 
 
+def test_an_entry_that_is_dropped_while_its_code_is_written_is_no_error() -> None:
+    """Work drops the oldest run while the kernel's main thread writes the code again."""
+    lab = Lab()
+
+    class Dropped(dict):
+        def __contains__(self, number: object) -> bool:
+            lab.history.entries = {}
+            return super().__contains__(number)
+
+    lab.history.add("a", decode_loop(), None, "tk.open_trace('a')")
+    lab.traces.refresh()
+    lab.history.entries = Dropped(lab.history.entries)
+    lab.traces.file_field.value = "kept"
+    assert [name for name, _ in lab.traces.code.snippets] == ["Open", "Show", "Save as HTML", "Save run"]
+    lab.close()
+
+
 def test_the_code_of_runs_of_two_models_loads_one_after_the_other() -> None:
     device = "virtual:rtx-4090"
     setups = [f"model = tk.load('demo/{name}', device='{device}')" for name in ("qwen3", "gemma4")]

@@ -235,7 +235,7 @@ class MemoryPanel(Panel):
     def _show(self) -> None:
         """Show the chosen measurement: its picture and its holders."""
         self.what_if_view.value, self.status.value = "", ""
-        use = self.uses[self.measured.chosen][1] if self.measured.chosen in self.uses else None
+        _, use = self.uses.get(self.measured.chosen, ("", None))
         if use is None:
             replace_children(self.shown)
         elif len(use.ledger.rows):
@@ -246,7 +246,7 @@ class MemoryPanel(Panel):
         self.actions.layout.display = "none" if use is None else ""
 
     def _what_if(self) -> None:
-        what, use = self._chosen()
+        what, use = chosen = self._chosen()
         self.what_if_view.value = ""
         self.status.value = f"Replaying {escape(what)} on every GPU of the catalogue ..."
         found: dict[str, list[dict[str, Any]]] = {}
@@ -255,8 +255,9 @@ class MemoryPanel(Panel):
                 raise CancelledError("replaying", "it was cancelled", 'Press "What if" to start again')
             self._work.share(len(found), len(_SETTINGS))
             found[name] = what_if(use.trace, settings=[settings], device=use.ledger.device).to_dict("records")
-        self.what_if_view.value = what_if_html(what, found)
-        self.status.value = ""
+        if self.uses.get(self.measured.chosen) is chosen:  # another row may have been chosen meanwhile
+            self.what_if_view.value = what_if_html(what, found)
+            self.status.value = ""
 
     def _save(self, suffix: str) -> None:
         what, use = self._chosen()
@@ -270,9 +271,10 @@ class MemoryPanel(Panel):
         self.status.value = f"Wrote {escape(str(written.resolve()))} ({escape(what)})."
 
     def _chosen(self) -> tuple[str, MemoryUse]:
-        if self.measured.chosen not in self.uses:
+        found = self.uses.get(self.measured.chosen)
+        if found is None:
             raise ToolkitError("a measurement", "no row is chosen", "Choose a row of the table first")
-        return self.uses[self.measured.chosen]
+        return found
 
     def _snippets(self) -> dict[str, str]:
         """Return the code of each action. Saving and What if need a measurement, which `tk.memory` makes."""

@@ -99,8 +99,8 @@ class TracesPanel(Panel):
         return entries
 
     def _entries(self) -> list[Entry]:
-        numbers = dict.fromkeys((self.a_field.value, self.b_field.value))
-        return [self._history.entries[n] for n in numbers if n in self._history.entries]
+        numbers, entries = dict.fromkeys((self.a_field.value, self.b_field.value)), self._history.entries
+        return [entries[n] for n in numbers if n in entries]
 
     def _open(self) -> None:
         name = self.open_field.value.strip()
