@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import ipywidgets as widgets
 import pytest
 
 from toolkit.core.errors import DeviceError
 from toolkit.ui.lab import load_panel
 from toolkit.ui.lab.app import Lab
+from toolkit.ui.lab.code import CopyAsCode
 
 SOON_S = 60  # on a machine that is busy with other tests
 
@@ -89,6 +91,24 @@ def test_work_that_has_ended_is_not_cancelled(app: Lab, monkeypatch: pytest.Monk
     app.memory.refresh_button.click()
     assert app.wait(SOON_S)
     assert "Looking: done after" in app.work.text.value
+
+
+def test_code_is_that_of_the_fields_when_it_is_written_twice_at_once() -> None:
+    field, wrote, threads = widgets.Text("before"), threading.Event(), list[threading.Thread]()
+
+    def snippets() -> dict[str, str]:
+        found = field.value
+        if found == "before" and code is not None and not threads:
+            threads.append(threading.Thread(target=lambda: (setattr(field, "value", "after"), wrote.set())))
+            threads[0].start()
+            wrote.wait(0.3)  # longer than it takes, unless it waits for this
+        return {"Load": found}
+
+    code = None
+    code = CopyAsCode(snippets, [field])
+    code.update()
+    threads[0].join(SOON_S)
+    assert code.snippets == [["Load", "import toolkit as tk\n\nafter"]]
 
 
 def test_another_lab_waits_until_the_end_is_shown(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,7 +68,7 @@ class CopyAsCode(anywidget.AnyWidget):
     snippets: traitlets.List[Any] = traitlets.List().tag(sync=True)
 
     def __init__(self, snippets: Callable[[], dict[str, str]], fields: Iterable[Any]) -> None:
-        self._code = snippets
+        self._code, self._writing = snippets, threading.Lock()
         super().__init__()
         for one in fields:
             one.observe(lambda _: self.update(), "value")
@@ -75,7 +76,8 @@ class CopyAsCode(anywidget.AnyWidget):
 
     def update(self) -> None:
         """Write the code again, from the present values of the fields."""
-        self.snippets = [[name, f"import toolkit as tk\n\n{code}"] for name, code in self._code().items()]
+        with self._writing:  # by two threads, the first one could write last, with older values
+            self.snippets = [[name, f"import toolkit as tk\n\n{code}"] for name, code in self._code().items()]
 
 
 def call(function: str, *arguments: Any, **options: Any) -> str:
