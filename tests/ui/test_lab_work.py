@@ -70,6 +70,18 @@ def test_a_field_that_changes_when_a_plan_has_ended_is_planned_again(app: Lab, m
     assert "it fits" in app.plan.status.value
 
 
+def test_generate_names_the_model_that_is_chosen_while_other_work_runs(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(path: str, scheme: str | None) -> SimpleNamespace:
+        in_the_kernel(lambda: setattr(app.loading.model_field, "value", "demo/gemma4"))
+        return SimpleNamespace(_repr_html_=lambda: "")
+
+    monkeypatch.setattr(load_panel, "costs", costs)
+    app.loading.look()
+    assert app.wait(SOON_S)
+    assert app.error is None
+    assert "Generate loads <b>demo/gemma4</b> onto" in app.decoding.status.value
+
+
 def test_wait_waits_for_what_was_asked_for_at_the_end(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     enable, waited = app.memory.enable, list[bool]()
 

@@ -34,7 +34,8 @@ _FIRST, _SECOND = "roundtrip", "double-buffered"  # the strategies that are comp
 _LOADING, _READY = "Loading the model first ...", "Ready."
 _OBJECTS = "In a cell: lab.run, lab.runs, lab.model."
 _KEPT = f"The tab <b>Traces</b> keeps these runs. {_OBJECTS}"
-_EMPTY = "No model is loaded. Generate loads <b>{}</b> onto <b>{}</b> first."
+_UNLOADED = "No model is loaded."
+_EMPTY = f"{_UNLOADED} Generate loads <b>{{}}</b> onto <b>{{}}</b> first."
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class GeneratePanel(Panel):
 
     def _chose(self) -> None:
         """Name another device or model, if it is loaded next."""
-        if self._loading.model is None and not self._work.busy:
+        if self._loading.model is None and (not self._work.busy or self.status.value.startswith(_UNLOADED)):
             self._say_empty()
         self.code.update()
 
