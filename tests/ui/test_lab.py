@@ -615,6 +615,23 @@ def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
     assert gate.count == 5
 
 
+@pytest.mark.parametrize("end", [Lab.cancel, Lab.close])
+def test_a_load_that_ends_after_it_was_cancelled_leaves_no_model(
+    app: Lab, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace, end: Callable[[Lab], None]
+) -> None:
+    """One that doesn't ask, such as that of a model of Hugging Face. Out[] may hold a Lab that was closed."""
+
+    def load(path: str, **options: object) -> SimpleNamespace:
+        end(app)
+        return model
+
+    monkeypatch.setattr(load_panel, "load", load)
+    app.load()
+    assert app.wait(SOON_S)
+    assert (app.error, app.model, app.loading.loaded, app.loading.model_view.value) == (None, None, None, "")
+    assert "Cancelled" in app.loading.status.value
+
+
 def test_a_closed_lab_holds_no_memory(app: Lab) -> None:
     """ipywidgets holds every widget that is open, and so did the buttons of a closed Lab its model."""
     other = Lab()

@@ -158,7 +158,10 @@ class LoadPanel(Panel):
         began = time.monotonic()
         try:
             place, held, names = (self._load_on_ranks if several(name) else self._load_here)(name, path, scheme)
+            if self._work.cancelled.is_set():  # a load of Hugging Face doesn't ask
+                raise CancelledError(f"loading {path}", "it was cancelled", "Press Load to start again")
         except BaseException:
+            self.model, self.model_view.value = None, ""
             self.status.value = _EMPTY  # the error is shown in the tab that began the load, which may be another one
             raise
         self.loaded = name, path, scheme
