@@ -632,6 +632,20 @@ def test_a_load_that_ends_after_it_was_cancelled_leaves_no_model(
     assert "Cancelled" in app.loading.status.value
 
 
+def test_work_that_ends_after_its_lab_was_closed_opens_no_timeline(app: Lab, model: SimpleNamespace) -> None:
+    """An open one would hold all events of its run until the kernel ends."""
+    loaded(app)
+    app.decoding.tokens_field.value = 50
+    gate = held(model, 3 * 50 + 10)
+    app.generate()
+    assert gate.reached.wait(SOON_S)
+    app.close()
+    gate.opened.set()
+    assert app.wait(SOON_S)
+    assert len(app.history.entries) == 1
+    assert app.decoding.timeline_box.children == ()
+
+
 def test_a_closed_lab_holds_no_memory(app: Lab) -> None:
     """ipywidgets holds every widget that is open, and so did the buttons of a closed Lab its model."""
     other = Lab()

@@ -272,8 +272,8 @@ class GeneratePanel(Panel):
         return True
 
     def _draw(self, entries: list[Entry]) -> None:
-        """Show what was recorded."""
-        if entries:
+        """Show what was recorded, unless the Lab has been closed: nothing would close the timeline then."""
+        if entries and self.comm is not None:
             self.status.value = "Drawing ..."
             self.table.value = copies_html(entries)
             replace_children(self.timeline_box, timeline_of(entries))
