@@ -615,6 +615,19 @@ def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
     assert gate.count == 5
 
 
+def test_a_cell_may_go_through_the_runs_while_more_are_added(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    app.decoding.tokens_field.value = 50
+    gate = held(model, 50 + 10)  # of the second strategy
+    app.generate()
+    assert gate.reached.wait(SOON_S)
+    runs = iter(app.runs)
+    gate.opened.set()
+    assert app.wait(SOON_S)
+    assert list(runs) == ["roundtrip"]
+    assert list(app.runs) == ["roundtrip", "double-buffered"]
+
+
 @pytest.mark.parametrize("end", [Lab.cancel, Lab.close])
 def test_a_load_that_ends_after_it_was_cancelled_leaves_no_model(
     app: Lab, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace, end: Callable[[Lab], None]

@@ -182,7 +182,7 @@ class GeneratePanel(Panel):
         shortage: torch.OutOfMemoryError | None = None
         try:
             for name in names:  # all rates first: on CUDA, a recording slows down what follows it
-                self._history.runs[name] = self._time(asked, name)
+                self._history.add_run(name, self._time(asked, name))
                 if self._work.cancelled.is_set():
                     break
         except torch.OutOfMemoryError as error:
@@ -238,13 +238,14 @@ class GeneratePanel(Panel):
 
     def _record_all(self, asked: Asked, entries: list[Entry]) -> None:
         """Record the strategies that were timed, and add them to the history and to `entries`, unless the work is cancelled."""
-        for name, timed in list(self._history.runs.items()):
+        for name, timed in self._history.runs.items():
             if self._work.cancelled.is_set():
                 return
             run = self._record(asked, name, len(asked.names) + len(entries))
             if run.stop_reason == "cancelled":  # the timed run is complete
                 return
-            run = self._history.runs[name] = with_rate_of(run, timed)
+            run = with_rate_of(run, timed)
+            self._history.add_run(name, run)
             source = _call(name, asked.prompt, asked.options)
             entries.append(self._history.add(f"{name}, {asked.model_name}", run.trace, run, source, asked.setup))
             self._added()

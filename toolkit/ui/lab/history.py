@@ -50,6 +50,10 @@ class History:
         self.entries = dict([*self.entries.items(), (entry.number, entry)][-MOST:])
         return entry
 
+    def add_run(self, strategy: str, run: Run) -> None:
+        """Add a run of the last Generate, or replace that of the same strategy. A cell may be going through `runs`."""
+        self.runs = {**self.runs, strategy: run}
+
 
 def timeline_of(entries: Iterable[Entry]) -> Timeline:
     """Return the timeline of one or two entries. Its titles are the strategies if they differ."""
