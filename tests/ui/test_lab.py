@@ -628,6 +628,17 @@ def test_a_cell_may_go_through_the_runs_while_more_are_added(app: Lab, model: Si
     assert list(app.runs) == ["roundtrip", "double-buffered"]
 
 
+@pytest.mark.parametrize("act", [Lab._say_state, lambda app: app.decoding.code.update()])
+def test_a_model_may_be_unloaded_while_the_kernel_names_it(
+    app: Lab, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace, act: Callable[[Lab], object]
+) -> None:
+    """Another Lab's work unloads it, or a load of this one does."""
+    loaded(app)
+    reads = iter([model])
+    monkeypatch.setattr(load_panel.LoadPanel, "model", property(lambda _: next(reads, None)), raising=False)
+    act(app)
+
+
 @pytest.mark.parametrize("end", [Lab.cancel, Lab.close])
 def test_a_load_that_ends_after_it_was_cancelled_leaves_no_model(
     app: Lab, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace, end: Callable[[Lab], None]

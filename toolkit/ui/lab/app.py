@@ -163,8 +163,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _say_state(self) -> None:
         self._state = "no model is loaded"
-        if self.model is not None and self.loading.loaded is not None:
-            self._state = f"{self.loading.loaded[1]} on {place_of(self.model)}"
+        model, loaded = self.model, self.loading.loaded  # which another Lab may unload now
+        if model is not None and loaded is not None:
+            self._state = f"{loaded[1]} on {place_of(model)}"
         self.state.value = f"<b>Decode Lab</b><span>{escape(self._state)}</span>"
 
     def _added(self) -> None:

@@ -281,8 +281,9 @@ class GeneratePanel(Panel):
 
     def _snippets(self) -> dict[str, str]:
         names, source, prompt = self._strategies(), self._loading.source(), self.prompt_field.value
+        model = self._loading.model
         with suppress(ToolkitError):  # the prompt doesn't suit the model: Generate says so
-            prompt = prompt if self._loading.model is None else prompt_of(prompt, self._loading.model)
+            prompt = prompt if model is None else prompt_of(prompt, model)
         if len(names) == 1:
             return {"Generate": f"{source}\nrun = {_call(names[0], prompt, self._options())}\nrun.timeline()"}
         compared = call("tk.compare", Name("model"), prompt, names, **self._options())
