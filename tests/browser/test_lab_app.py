@@ -4,7 +4,7 @@ took of the memory."""
 from __future__ import annotations
 
 import pytest
-from conftest import command, ready
+from conftest import command, expect, ready
 from test_timeline_in_lab import FRAME, answered, colors, shot
 
 from toolkit.ui.lab.app import TABS
@@ -148,7 +148,7 @@ def test_a_plan_against_a_budget(app) -> None:
     fill(page, "Model", "random/gemma4-31b")
     field(page, "Scheme").select_option("q4_k_m")
     tab(page, "Plan and export")
-    assert field(page, "Target").input_value() == "rtx-4090"
+    expect(field(page, "Target")).to_have_value("rtx-4090")
     fill(page, "Context", 131072)
     field(page, "KV cache").select_option("plain")
     press(page, "Plan")
@@ -197,7 +197,7 @@ def test_loads_and_generations_open_their_memory(app) -> None:
     page = app
     page.set_viewport_size({"width": 1300, "height": 1400})
     tab(page, "Memory")
-    assert "No device is in use" in page.inner_text(".tk-lab .tk-panel:visible")
+    expect(page.locator(".tk-lab .tk-panel:visible")).to_contain_text("No device is in use")
     at_top(page, ".tk-lab", "lab-memory-empty")
     tab(page, "Load")
     fill(page, "Model", "random/gemma4-31b")
@@ -206,7 +206,7 @@ def test_loads_and_generations_open_their_memory(app) -> None:
     fill(page, "Prompt", "1 2 3")
     generate(page)
     tab(page, "Memory")
-    assert page.locator(ROWS).count() == 3
+    expect(page.locator(ROWS)).to_have_count(3)
     page.locator(ROWS).nth(2).locator("td").nth(1).click()  # anywhere in the row
     page.wait_for_selector(f".tk-lab {LIVE}[data-ms]", timeout=30_000)
     assert "lab.model.layers" in page.inner_text(f".tk-lab {LIVE} .tk-legend")

@@ -65,6 +65,7 @@ def test_by_keyboard_alone_and_every_tab_is_legible_in_both_themes_and_widths(no
     page.keyboard.press("Enter")
     page.wait_for_selector(f".tk-lab {FRAME}[data-ms]", timeout=90_000)
     page.wait_for_selector(".tk-lab :text('Done.')")
+    page.wait_for_selector(".tk-lab .jupyter-widgets.jupyter-button:text-is('Plan'):not([disabled])", state="attached")
     reach(page, "Load", "Shift+Tab")  # the tab
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
