@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import run_all
+from conftest import expect, run_all
 from test_memory_lesson import cell_with, look
 from test_model_shown import theme
 
@@ -31,12 +31,12 @@ def test_the_lesson_hints_and_explains(lab, opened) -> None:
     page.set_viewport_size({"width": 1200, "height": 1900})
     run_all(page, timeout_s=150)
     assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']:has-text('Error')").count() == 0
-    assert "right: slower side" in cell_with(page, 'ask("who is slower"').text_content()
-    hinted = cell_with(page, 'ask("captured"').text_content()
-    assert "wrong: kernels - you said 1" in hinted
-    assert "Hint: " in hinted
-    assert "the trace says" not in hinted
-    assert "Write your prediction" in cell_with(page, 'ask("the loop"').text_content()
+    expect(cell_with(page, 'ask("who is slower"')).to_contain_text("right: slower side")
+    hinted = cell_with(page, 'ask("captured"')
+    expect(hinted).to_contain_text("wrong: kernels - you said 1")
+    expect(hinted).to_contain_text("Hint: ")
+    expect(hinted).not_to_contain_text("the trace says")
+    expect(cell_with(page, 'ask("the loop"')).to_contain_text("Write your prediction")
     for name in ("light", "dark"):
         theme(page, name)
         for width in (1200, 900):

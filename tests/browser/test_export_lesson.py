@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import run_all
+from conftest import expect, run_all
 from test_memory_lesson import cell_with, look
 from test_model_shown import FAULTS, theme
 
@@ -23,7 +23,7 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     run_all(page, timeout_s=300)
     page.wait_for_selector(".jp-OutputArea:has-text('was changed')", timeout=60_000)
     assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
-    assert page.locator(".tk-plan").count() == 3  # the plain plan, the one with all levers, the package
+    expect(page.locator(".tk-plan")).to_have_count(3)  # the plain plan, the one with all levers, the package
     assert "the same tokens: True" in cell_with(page, "theirs = tk.generate").text_content()
     for name in ("light", "dark"):
         theme(page, name)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import run_all
+from conftest import expect, run_all
 from test_memory_shown import VIEW
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
@@ -41,7 +41,7 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     assert "kept +18.0 MiB" in cell_with(page, "def likeness").locator(LINE).text_content()
     assert "kept +48.0 MiB" in cell_with(page, "net = optimizer = None").locator(LINE).text_content()  # three times 16
     assert "kept +16.0 MiB" in cell_with(page, "Is it?").locator(LINE).text_content()
-    assert page.locator(f"{VIEW}.tk-live").count() == 3
+    expect(page.locator(f"{VIEW}.tk-live")).to_have_count(3)
     for name in ("light", "dark"):
         theme(page, name)
         for width in (1440, 900):

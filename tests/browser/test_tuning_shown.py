@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from conftest import command, ready, run_all
+from conftest import command, expect, ready, run_all
 from test_lab_app import field, press, tab
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
@@ -98,5 +98,5 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     run_all(page, timeout_s=150)
     page.wait_for_selector(VIEW, timeout=60_000)
     assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
-    assert page.locator(f"{VIEW} .tk-row td.tk-excluded").count() == 6
+    expect(page.locator(f"{VIEW} .tk-row td.tk-excluded")).to_have_count(6)
     look(page, "lesson-07")
