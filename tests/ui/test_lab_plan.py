@@ -143,6 +143,21 @@ def test_a_model_that_changes_while_its_shapes_are_looked_up_lowers_no_context(m
     assert "lowered" not in app.plan.status.value
 
 
+def test_an_error_of_fields_that_have_changed_is_not_shown(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.describe
+
+    def slow(path, scheme):
+        app.loading.model_field.value = "random/gemma4-31b"  # corrected before the error is known
+        return real(path, scheme)
+
+    monkeypatch.setattr(module, "describe", slow)
+    app.loading.model_field.value = "random/gemma9"
+    planned(app)
+    assert app.error is None
+    assert "it fits" in app.plan.status.value
+    assert "random/gemma4-31b" in app.plan.view.value
+
+
 def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
     app.plan.budget_field.value = 2 * GiB
     assert app.plan.plan is None

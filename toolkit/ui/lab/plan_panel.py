@@ -123,7 +123,8 @@ class PlanPanel(Panel):
                 self._show_plan(*asked)
             except BaseException:
                 self._clear()  # what is shown is of the fields before
-                raise
+                if self._asked() == asked:
+                    raise
             planned = asked
 
     def _show_plan(self, *asked: Any) -> None:
