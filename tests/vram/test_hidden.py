@@ -440,3 +440,17 @@ def test_a_script_that_imports_only_toolkit_names_garbage(tmp_path):
     (tmp_path / "user.py").write_text(SCRIPT)
     ended = subprocess.run([sys.executable, tmp_path / "user.py"], cwd=tmp_path, capture_output=True, text=True)
     assert f"{NAMED}    100 MiB  garbage: Node.data, allocated in user.py line" in ended.stderr
+
+
+@pytest.fixture
+def kept(request):
+    request.session.of_another_test = [tensor(2)]
+    yield [tensor()]
+    del request.session.of_another_test
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_fixture_is_a_variable_of_its_test_and_other_tests_are_not_searched():
+    (held,) = hidden.listed({})
+    assert held.owner == "kept in test_a_fixture_is_a_variable_of_its_test_and_other_tests_are_not_searched()[0]"
+    assert (held.bytes, held.stays) == (4 * MiB, True)

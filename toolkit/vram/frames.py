@@ -12,6 +12,7 @@ from toolkit.core.errors import with_causes
 
 # Frames that hold the same values as the user's frames.
 _MACHINERY = ("/IPython/", "/toolkit/gpu/", "/toolkit/vram/", "/toolkit/ui/")
+_PYTEST = ("/_pytest/", "/execnet/")  # execnet runs the processes of pytest-xdist
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
@@ -36,6 +37,20 @@ def of_frame(frame: FrameType) -> Iterator[tuple[str, Any]]:
     if frame.f_code.co_name != "<module>" and not any(folder in file for folder in _MACHINERY):
         for name, value in locals_of(frame).items():
             yield f"{name} in {frame.f_code.co_name}()", value
+
+
+def is_of_pytest(frame: FrameType) -> bool:
+    """Return whether a frame is of pytest, whose variables lead to all tests that it has found."""
+    file = frame.f_code.co_filename.replace("\\", "/")
+    return any(folder in file for folder in _PYTEST)
+
+
+def of_test(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the fixtures of the test that a frame of pytest calls, as variables of the test's function."""
+    test: Any = locals_of(frame).get("pyfuncitem")
+    for name, value in list(getattr(test, "funcargs", {}).items()):
+        if name != "request":  # leads to all tests
+            yield f"{name} in {test.originalname}()", value
 
 
 def of_ended(held: FrameType | TracebackType) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ from toolkit.gpu import allocation_scopes
 from toolkit.trace.ledger import place_text, whole
 from toolkit.vram import owners
 from toolkit.vram.cycles import garbage
-from toolkit.vram.frames import of_frame, of_traceback
+from toolkit.vram.frames import is_of_pytest, of_frame, of_test, of_traceback
 from toolkit.vram.owners import Holder, Limit, Place
 from toolkit.vram.parts import LEAF_TYPES
 
@@ -166,6 +166,8 @@ def except_for(found: Iterable[Hidden]) -> str:
 def _of_threads(others: bool) -> Iterator[tuple[str, Any]]:
     """Yield the variables of the functions that run on this thread or on all others, up to the frames of the notebook's kernel.
 
+    The frames of pytest end them as well, because they lead to all tests of the run. Fixtures of the test are included.
+
     Other threads that a debugger or profiler watches are left out: before Python 3.13, their variables can't be read without
     risk while its callback runs, since Python then moves them from the frame to a dictionary and back.
     """
@@ -178,7 +180,10 @@ def _of_threads(others: bool) -> Iterator[tuple[str, Any]]:
             continue
         thread = "" if ident == here else names.get(ident, "")
         while frame is not None and not any(kernel in frame.f_code.co_filename.replace("\\", "/") for kernel in _KERNEL):
-            yield from ((name + thread, value) for name, value in of_frame(frame))
+            by_pytest = is_of_pytest(frame)
+            yield from ((name + thread, value) for name, value in (of_test(frame) if by_pytest else of_frame(frame)))
+            if by_pytest:
+                break
             frame = frame.f_back
 
 
