@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ MODULES = {module_of(path): path for path in FILES}
 EXEMPT = {"toolkit"} | {module for module in MODULES if module.endswith("__main__")}
 
 
-def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports, in functions too; imports under `if TYPE_CHECKING` are left out."""
+@cache
+def imports_of(module: str) -> set[str]:
+    """The modules that a module imports, in functions too; imports under `if TYPE_CHECKING` are left out."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -47,11 +49,8 @@ def imports_of(path: Path) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(ast.parse(MODULES[module].read_text()))
     return found
-
-
-IMPORTS = {module: imports_of(path) for module, path in MODULES.items()}
 
 
 def test_every_folder_is_in_the_order() -> None:
@@ -61,14 +60,14 @@ def test_every_folder_is_in_the_order() -> None:
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - EXEMPT))
 def test_imports_go_one_way(module: str) -> None:
     allowed = PACKAGES[: PACKAGES.index(module.split(".")[1]) + 1]
-    upwards = [name for name in IMPORTS[module] if name.startswith("toolkit.") and name.split(".")[1] not in allowed]
+    upwards = [name for name in imports_of(module) if name.startswith("toolkit.") and name.split(".")[1] not in allowed]
     assert not upwards, f"{module} imports from packages above its own"
     if not module.startswith("toolkit.bench"):  # benchmarks measure what users call
-        assert "toolkit" not in IMPORTS[module], f"{module} imports toolkit itself, which is above all packages"
+        assert "toolkit" not in imports_of(module), f"{module} imports toolkit itself, which is above all packages"
 
 
 def test_no_imports_in_circles() -> None:
-    left = {module: {name for name in IMPORTS[module] if name in MODULES} - {module} for module in MODULES.keys() - EXEMPT}
+    left = {module: {name for name in imports_of(module) if name in MODULES} - {module} for module in MODULES.keys() - EXEMPT}
     while free := [module for module, needs in left.items() if not needs & left.keys()]:
         for module in free:
             del left[module]
@@ -78,7 +77,7 @@ def test_no_imports_in_circles() -> None:
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_only_ui_imports_the_front_end(module: str) -> None:
     if not module.startswith("toolkit.ui"):
-        assert not [name for name in IMPORTS[module] if name.split(".")[0] in FRONT_END]
+        assert not [name for name in imports_of(module) if name.split(".")[0] in FRONT_END]
 
 
 def test_every_renderer_exists() -> None:
