@@ -26,9 +26,10 @@ def shell(tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     shell = InteractiveShell.instance()
     toolkit.load_ipython_extension(shell)
-    # Free the leftovers of other tests now, so that no cell measured here frees them.
+    # Free the leftovers of other tests now, so that no cell measured here frees them, and no budget leaves them in the cache.
     shell.run_cell(f"import gc, torch, toolkit as tk; gpu = tk.device('virtual:h200'); d = gpu.torch; {FREED}")
     gc.collect()
+    shell.run_cell("torch.vgpu.empty_cache()")
     yield shell
     for line in (FREED, "%memory off", "%memory budget none", "%memory release"):
         shell.run_cell(line)

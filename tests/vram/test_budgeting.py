@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+import warnings
 from itertools import chain, repeat
 
 import pytest
@@ -290,6 +291,21 @@ def test_a_budget_below_what_is_held_says_by_whom(gpu):
         tk.budget("1 MiB")
     with pytest.raises(BudgetError, match="the GPU has"):
         tk.budget("2 TiB")
+
+
+def test_memory_that_the_allocator_cannot_return_may_exceed_the_budget(gpu, empty_card):
+    freed, held = ones(9), ones(9)  # in one segment of 20 MiB
+    del freed
+    with pytest.warns(UserWarning, match=r"the allocator holds 20\.0 MiB: tensors use 9\.00 MiB, and") as warned:
+        budget = tk.budget("12 MiB")
+    assert warned[0].filename == __file__
+    assert budget.note in str(warned[0].message)
+    again = ones(9)
+    with pytest.raises(torch.OutOfMemoryError):
+        ones(9)
+    del held, again
+    with warnings.catch_warnings(action="error"):
+        assert tk.budget("12 MiB").note == ""
 
 
 def test_an_error_in_a_group_says_who_held_what(gpu):

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from toolkit.core.callers import ipython_shell
+from toolkit.core.callers import ipython_shell, warn
 from toolkit.core.errors import BudgetError, DeviceError
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu import allocation_scopes, unheld
-from toolkit.gpu.device import Device
+from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.vram import owners
 from toolkit.vram.hidden import user_variables
@@ -31,12 +31,12 @@ _active: list[Budget] = []  # the latest one is last
 class Budget:
     """A limit of `bytes` on the allocator of `device`. It is in force until `lift`, or until the end of its `with` block.
 
-    Only the latest budget is in force, even if it is larger than the one around it. After a `with` block the previous one is in
-    force again. Another `with` block sets the limit again.
+    `note` says which allocations beyond it don't fail, if any. Only the latest budget is in force, even if it is larger than
+    the one around it. After a `with` block the previous one is in force again. Another `with` block sets the limit again.
     """
 
     def __init__(self, device: Device, n_bytes: int) -> None:
-        self.device, self.bytes = device, n_bytes
+        self.device, self.bytes, self.note = device, n_bytes, ""
         self._scope = Scope(device)
 
     def __repr__(self) -> str:
@@ -62,6 +62,9 @@ class Budget:
                 do = f'Set a budget of at least {least}. A number without a unit is in bytes: write "24 GiB"'
             raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
         gpu.limit(n_bytes)
+        self.note = _loose(memory, n_bytes)
+        if self.note:
+            warn(f"{asked}: {self.note}")
         _explain_errors(True)
         _active.append(self)
 
@@ -99,7 +102,7 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
 
     `size` is a number of bytes or a text such as "8 GiB", "8GiB" or "8 gb"; None removes the limit. By default `device` is the
     device in use: the open virtual GPU, otherwise the first CUDA GPU. The allocator's cache is emptied first. Returns a Budget,
-    which can be used as a context manager.
+    which can be used as a context manager. Warns if tensors keep the allocator from returning memory beyond the budget.
 
     Raises BudgetError if more is already allocated or if the GPU has less memory, DeviceError if no GPU (real or virtual) is
     in use, and ToolkitError if `size` is not a size.
@@ -127,6 +130,17 @@ def empty_cache(gpu: Device) -> None:
     module: Any = torch.cuda if gpu.torch.type == "cuda" else getattr(torch, gpu.torch.type)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
+
+
+def _loose(memory: Memory, n_bytes: int) -> str:
+    """Return what a budget of `n_bytes` can't limit in this state of the allocator, as text; "" for nothing."""
+    if memory.reserved_bytes <= n_bytes:
+        return ""
+    held, used = bytes_text(memory.reserved_bytes), bytes_text(memory.allocated_bytes)
+    return (
+        f"the allocator holds {held}: tensors use {used}, and it can't return the free parts between them. "
+        "Allocations that fit into these parts don't fail. Set the budget before the tensors are created"
+    )
 
 
 def _largest(gpu: Device) -> str:

@@ -222,9 +222,9 @@ class MemoryPanel(Panel):
 
     def _set_budget(self) -> None:
         device = self._opened()
-        budget(self.budget_field.value, device)
+        found = budget(self.budget_field.value, device)
         said = f"Allocations beyond {bytes_text(device.limit_bytes)} fail on {escape(device.name)}; errors list the holders."
-        self.budget_status.value = said
+        self.budget_status.value = said if found is None or not found.note else f"{said} But {escape(found.note)}."
 
     def _lift_budget(self) -> None:
         budget(None, self._device() or self._opened())
