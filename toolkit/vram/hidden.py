@@ -238,8 +238,9 @@ def release(shell: Any | None = None) -> int:
             delattr(sys, name)
     if shell is not None:
         for names in (shell.user_ns, shell.user_ns_hidden):
-            for name in [name for name in names if type(name) is str and re.fullmatch(r"_+|_[0-9]+", name)]:
-                del names[name]
+            for name in list(names):  # a copy: the Lab releases in its own thread, while a cell may run
+                if type(name) is str and re.fullmatch(r"_+|_[0-9]+", name):
+                    names.pop(name, None)
         shell.user_ns.get("_oh", {}).clear()
         shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = ""
         shell.last_execution_result = None
