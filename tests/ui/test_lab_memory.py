@@ -162,6 +162,18 @@ def test_out_of_memory_in_a_generation_proposes_something(app: Lab, empty_card) 
     assert held < 1.02 * weights  # the error keeps nothing alive
 
 
+def test_a_budget_says_what_it_cannot_limit(app: Lab, empty_card) -> None:
+    freed, held = (torch.ones(9 << 18, device=empty_card.torch) for _ in range(2))  # in one segment of 20 MiB
+    del freed
+    app.memory.budget_field.value = "12 MiB"
+    with pytest.warns(UserWarning, match="free parts"):
+        press(app, app.memory.set_button)
+    assert "errors list the holders. But the allocator holds 20.0 MiB" in app.memory.budget_status.value
+    del held
+    press(app, app.memory.set_button)
+    assert app.memory.budget_status.value.endswith("errors list the holders.")
+
+
 def test_a_cancelled_load_is_listed_as_that_and_holds_nothing(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path, device, **_):
         kept = torch.ones(1 << 20, device=device.torch)  # in the traceback of the error
