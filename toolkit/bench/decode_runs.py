@@ -74,7 +74,8 @@ def first_token(model: Model, ids: Sequence[int], name: str, repeats: int, **opt
     """Return the seconds from the call of `generate` until the host knows the first token, of `repeats` runs.
 
     On a measured clock, a run warms up first: it compiles kernels, and the allocator takes its memory. More runs follow until
-    all took ENOUGH_S together, because one interruption of the host takes as long as a short prompt.
+    all took ENOUGH_S together: of three short prompts, the median varied from 25 to 39 ms between strategies that feed a prompt
+    alike (Gemma 4 31B on an H200, 64 tokens).
     """
     device = model.device
 

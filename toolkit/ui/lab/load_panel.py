@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
@@ -148,8 +149,8 @@ class LoadPanel(Panel):
     def load_now(self) -> None:
         """Load the chosen model in this thread."""
         name, path, scheme = self.chosen()
-        _check_names(name, path)  # first: a mistyped name must not cost the loaded model, nor a damaged file
-        if self.model is not None and not isinstance(resolve(path), Repository):  # else the load opens headers first
+        found = _check_names(name, path)  # first: a mistyped name must not cost the loaded model, nor a damaged file
+        if self.model is not None and not isinstance(found, Repository):  # some on the Hub have no shapes until downloaded
             describe(path, scheme)
         self.unload(f"Loading {escape(path)} onto {escape(name)} ...")
         gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
@@ -219,8 +220,11 @@ class LoadPanel(Panel):
 _panels: weakref.WeakSet[LoadPanel] = weakref.WeakSet()
 
 
-def _check_names(name: str, path: str) -> None:
-    """Raise ToolkitError if there is no such device or model. Opens no virtual GPU: another one may hold the loaded model."""
+def _check_names(name: str, path: str) -> Path | Repository:
+    """Return the files of a model or its repository. Raises ToolkitError if there is no such device or model.
+
+    Opens no virtual GPU: another one may hold the loaded model.
+    """
     with without_gpu(name, _NO_GPUS if several(name) else _NO_GPU):
         if several(name):
             checked(name)
@@ -228,7 +232,7 @@ def _check_names(name: str, path: str) -> None:
             spec_of(name.removeprefix("virtual:"))
         else:
             open_device(name)
-    resolve(path)
+    return resolve(path)
 
 
 def _source(name: str, path: str, scheme: Any) -> str:
