@@ -228,13 +228,16 @@ def page(browser: object, tab: SimpleNamespace, request: pytest.FixtureRequest) 
 
 
 def seen(page: object) -> str:
-    """What a test that failed had before it: the kernel's state and the outputs' text; a picture, where those are kept."""
+    """What a test that failed had before it: the kernel's state, the outputs' text and the values of their fields; a picture,
+    where those are kept."""
     if folder := os.environ.get("TOOLKIT_SHOTS"):
         page.screenshot(path=f"{folder}/failed-{secrets.token_hex(4)}.png")
     asked = """() => { const session = window.jupyterapp?.shell?.currentWidget?.sessionContext;
       const kernel = session?.session?.kernel;
       const outputs = [...document.querySelectorAll(".jp-OutputArea-output, .jp-Dialog")].map((one) => one.innerText);
-      return [location.pathname, session?.isReady, kernel?.status, kernel?.connectionStatus, ...outputs].join("\\n") }"""
+      const fields = [...document.querySelectorAll(".jp-OutputArea-output :is(input, select, textarea)")];
+      const values = fields.map((one) => one.value).join(" | "), connection = kernel?.connectionStatus;
+      return [location.pathname, session?.isReady, kernel?.status, connection, values, ...outputs].join("\\n") }"""
     return page.evaluate(asked)[:3000]
 
 

@@ -122,6 +122,32 @@ def test_errors_then_load_generate_and_compare(app) -> None:
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
+def test_the_lab_answers_in_order_while_a_cell_runs(notebook, tmp_path) -> None:
+    go = tmp_path / "go"
+    cell = f"""import pathlib, time
+lab.decoding.tokens_field.value = 20_000
+lab.start()
+while not pathlib.Path({str(go)!r}).exists():
+    time.sleep(0.1)"""
+    page = notebook(APP, cell, run=False)
+    ready(page)
+    command(page, "notebook:run-cell-and-select-next")
+    page.wait_for_selector(".tk-lab button:text-is('Load')", timeout=60_000)
+    load(page)
+    page.locator(".jp-CodeCell .jp-InputPrompt").nth(1).click()
+    command(page, "notebook:run-cell")
+    page.wait_for_selector(".tk-lab .tk-out", timeout=60_000)
+    press(page, "Cancel")
+    page.wait_for_selector(".tk-lab :text('The tokens so far are kept')", timeout=30_000)
+    fill(page, "Max tokens", 4)
+    fill(page, "Prompt", "1 2 3")
+    press(page, "Generate")
+    page.wait_for_selector(".tk-lab :text('Done.')", timeout=60_000)
+    assert page.locator(".tk-lab .tk-out > span").first.inner_text() == "1 2 3"
+    assert page.is_visible(".jp-InputPrompt:text('[*]')")  # the cell is still running
+    go.touch()
+
+
 def test_cancel_midway_keeps_the_text(app) -> None:
     page = app
     load(page)

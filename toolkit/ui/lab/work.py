@@ -16,7 +16,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from toolkit.core.errors import CancelledError, with_causes
-from toolkit.ui.lab.fields import error_html
+from toolkit.ui.lab.fields import error_html, in_order
 from toolkit.ui.progress import ProgressBar
 
 UPDATES_PER_S = 8  # front ends drop messages that come much faster
@@ -37,6 +37,7 @@ class Work(ProgressBar):
         self._after: tuple[Any, ...] | None = None  # arguments of a `run` since then
         self._start, self._next = threading.RLock(), 0.0
         super().__init__(self.cancel)
+        in_order(self.cancel_button)
         self.rest()
 
     @property
