@@ -298,6 +298,15 @@ def ready(page: object) -> None:
     page.wait_for_function(asked, timeout=60_000)
 
 
+def subshell(page: object) -> None:
+    """Wait until the kernel has the thread to which JupyterLab sends the messages of widgets, at most ten seconds."""
+    asked = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+      const started = [...kernel._comms.values()].map((comm) => comm.subshellStarted);
+      const late = new Promise((next) => setTimeout(next, 10_000));
+      return Promise.race([Promise.all(started), late]).then(() => null) }"""
+    page.evaluate(asked)
+
+
 def reopen(page: object, lab: Lab, shown: str) -> None:
     """Open the page's saved notebook with a new kernel, which has heard of nothing in it, and wait for `shown`.
 

@@ -4,7 +4,7 @@ took of the memory."""
 from __future__ import annotations
 
 import pytest
-from conftest import command, expect, ready
+from conftest import command, expect, ready, subshell
 from test_timeline_in_lab import FRAME, answered, colors, shot
 
 from toolkit.ui.lab.app import TABS
@@ -134,6 +134,7 @@ while not pathlib.Path({str(go)!r}).exists():
     command(page, "notebook:run-cell-and-select-next")
     page.wait_for_selector(".tk-lab button:text-is('Load')", timeout=60_000)
     load(page)
+    subshell(page)
     page.locator(".jp-CodeCell .jp-InputPrompt").nth(1).click()
     command(page, "notebook:run-cell")
     page.wait_for_selector(".tk-lab .tk-out", timeout=60_000)

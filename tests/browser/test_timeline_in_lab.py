@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import command, expect, ready, reopen, run_all, saved
+from conftest import command, expect, ready, reopen, run_all, saved, subshell
 from synthetic import __file__ as SYNTHETIC
 from synthetic import decode_loop
 
@@ -158,17 +158,27 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     shot(page, "timeline-light")
 
 
-def test_enter_goes_to_the_step_that_was_typed(notebook) -> None:
-    page = notebook(SETUP, ONE)
+def test_enter_goes_to_the_step_that_was_typed_while_a_cell_runs(notebook, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    first = f"{SETUP}\nimport pathlib, time, ipywidgets\nipywidgets.HTML('a first widget')"
+    shown = f"display({ONE})\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.1)"
+    page = notebook(first, shown, run=False)
+    ready(page)
+    command(page, "notebook:run-cell-and-select-next")
+    page.wait_for_selector(":text-is('a first widget')")
+    subshell(page)
+    command(page, "notebook:run-cell-and-select-next")
     page.wait_for_selector(f"{FRAME}[data-ms]")
-    for typed, shown in (("2", "2"), ("99", "5")):
+    for typed, step in (("2", "2"), ("99", "5")):
         page.get_by_label("Go to step").select_text()
         page.keyboard.type(typed)
         page.keyboard.press("Enter")
-        expect(status(page)).to_contain_text(f"of step {shown}")
-        expect(page.get_by_label("Go to step")).to_have_value(shown)
+        expect(status(page)).to_contain_text(f"of step {step}")
+        expect(page.get_by_label("Go to step")).to_have_value(step)
     page.keyboard.press("p")  # the timeline has the focus
     expect(status(page)).to_contain_text("of step 4")
+    assert page.is_visible(".jp-InputPrompt:text('[*]')")
+    go.touch()
 
 
 def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:

@@ -14,6 +14,7 @@ from IPython.display import publish_display_data
 
 from toolkit.core.callers import ipython_shell
 from toolkit.ui import stills
+from toolkit.ui.comms import use_one_thread
 
 
 class CanvasWidget(anywidget.AnyWidget):
@@ -22,6 +23,10 @@ class CanvasWidget(anywidget.AnyWidget):
     meta = traitlets.Dict().tag(sync=True)
     view = traitlets.Bytes().tag(sync=True)
     hide = traitlets.Unicode().tag(sync=True)  # the style sheet that hides the still
+
+    def __init__(self, **state: Any) -> None:
+        super().__init__(**state)
+        use_one_thread(self)
 
     def _packed_view(self, request: Any, echo: dict[str, Any]) -> bytes:
         """Return the bytes of a view, with `echo` in its header."""

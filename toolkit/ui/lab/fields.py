@@ -12,11 +12,12 @@ import ipywidgets as widgets
 import torch
 
 from toolkit.core.errors import DeviceError, ToolkitError
+from toolkit.ui.comms import use_one_thread
 
 
 def field(kind: Any, value: Any, name: str, label_px: int = 70, **more: Any) -> Any:
     """Return a field of the class `kind` with the label `name`, which is `label_px` pixels wide."""
-    return in_order(kind(value=value, description=name, style={"description_width": f"{label_px}px"}, **more))
+    return use_one_thread(kind(value=value, description=name, style={"description_width": f"{label_px}px"}, **more))
 
 
 def button(name: str, icon: str, act: Callable[[], Any], tip: str | None = None, primary: bool = False) -> widgets.Button:
@@ -24,19 +25,7 @@ def button(name: str, icon: str, act: Callable[[], Any], tip: str | None = None,
     layout = {"width": "auto", "min_width": "110px"}
     made = widgets.Button(description=name, icon=icon, tooltip=tip, button_style="primary" if primary else "", layout=layout)
     made.on_click(lambda _: act())
-    return in_order(made)
-
-
-def in_order(widget: widgets.Widget) -> widgets.Widget:
-    """Let one thread of the kernel handle the messages of all such widgets, and return `widget`.
-
-    ipykernel 7.4 sends a message of the front end to the thread that last changed the widget. A press could then be handled
-    before a value that was typed before it, for example while a cell runs. In that version, `_reply_subshell_for(data, named)`
-    of a comm chooses the thread. Here it is the one that JupyterLab names, which is the same for all widgets.
-    """
-    if widget.comm is not None:
-        widget.comm._reply_subshell_for = lambda data, named: named
-    return widget
+    return use_one_thread(made)
 
 
 def row(*parts: widgets.Widget) -> widgets.HBox:

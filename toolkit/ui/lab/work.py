@@ -16,7 +16,8 @@ from typing import Any
 import ipywidgets as widgets
 
 from toolkit.core.errors import CancelledError, with_causes
-from toolkit.ui.lab.fields import error_html, in_order
+from toolkit.ui.comms import use_one_thread
+from toolkit.ui.lab.fields import error_html
 from toolkit.ui.progress import ProgressBar
 
 UPDATES_PER_S = 8  # front ends drop messages that come much faster
@@ -37,7 +38,7 @@ class Work(ProgressBar):
         self._after: tuple[Any, ...] | None = None  # arguments of a `run` since then
         self._start, self._next = threading.RLock(), 0.0
         super().__init__(self.cancel)
-        in_order(self.cancel_button)
+        use_one_thread(self.cancel_button)
         self.rest()
 
     @property
