@@ -283,7 +283,9 @@ def test_options_out_of_range_are_refused_by_name(options):
         ({"seed": 1 << 64}, "out of range"),
         ({"min_p": "0.5"}, "of a wrong type"),
         ({"logit_bias": [1]}, "of a wrong type"),
-        ({"logit_bias": {1: math.inf}}, "out of range"),
+        ({"logit_bias": {1: math.inf}}, "the entry 1: inf is out of range"),
+        ({"logit_bias": {2: 0.5, "5": 1}}, "the entry '5': 1 is of a wrong type"),
+        ({"logit_bias": {2: "0.5"}}, "the entry 2: '0.5' is of a wrong type"),
     ],
     ids=str,
 )

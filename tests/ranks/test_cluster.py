@@ -497,6 +497,7 @@ def assert_ended(processes: list[psutil.Process]) -> None:
         (("virtual:h200",), RankError, '"virtual:2xh200", or pass ranks=2'),
         (("cpu", 0), RankError, "not a whole number from 1 to 64"),
         (("cpu", True), RankError, "not a whole number from 1 to 64"),
+        (("virtual:l4", 0), RankError, r'Try tk.cluster\("virtual:l4", 2\)'),
         (("cpu", 10**9), RankError, "not a whole number from 1 to 64"),
         (("virtual:0xh200",), RankError, "not a whole number from 1 to 64"),
         (("virtual:2xh200", 4), RankError, "the name asks for 2 ranks"),

@@ -49,12 +49,13 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        def refuse(name: str, needed: str) -> ModelError:
-            value = getattr(self, name)
+        def refuse(name: str, needed: str, entry: tuple[Any, Any] | None = None) -> ModelError:
+            value = getattr(self, name) if entry is None else entry[1]
             whole, number = integer(value) is not None, isinstance(value, numbers.Real) and not isinstance(value, bool)
-            fits = {"top_k": whole, "seed": whole, "logit_bias": isinstance(value, Mapping)}.get(name, number)
-            found = "out of range" if fits else "of a wrong type"
-            return ModelError(f"sampling with {name}={brief(value)}", found, f"Give {needed}")
+            fits = whole if name in ("top_k", "seed") else number and (entry is None or integer(entry[0]) is not None)
+            found = "" if entry is None else f"the entry {brief(entry[0])}: {brief(entry[1])} is "
+            found += "out of range" if fits else "of a wrong type"
+            return ModelError(f"sampling with {name}={brief(getattr(self, name))}", found, f"Give {needed}")
 
         temperature, penalty, seed = real(self.temperature), real(self.repetition_penalty), seed_of(self.seed)
         top_k = None if self.top_k is None else integer(self.top_k, least=1)
@@ -73,10 +74,14 @@ class Sampling:
             raise refuse("min_p", "a number from 0 to 1, or None")
         if penalty is None or not 1e-6 <= penalty <= 1e6:
             raise refuse("repetition_penalty", "a number from 1e-6 to 1e6; 1 is off")
-        given = self.logit_bias if isinstance(self.logit_bias, Mapping) else {None: None}
-        bias = {integer(i): real(x) for i, x in given.items()}
-        if not all(i is not None and x is not None and x <= torch.finfo(torch.float32).max for i, x in bias.items()):
-            raise refuse("logit_bias", "a mapping from token ids to numbers that fp32 can hold, or -inf")
+        biases, bias = "a mapping from token ids to numbers that fp32 can hold, or -inf", dict[int, float]()
+        if not isinstance(self.logit_bias, Mapping):
+            raise refuse("logit_bias", biases)
+        for entry in self.logit_bias.items():
+            token, add = integer(entry[0]), real(entry[1])
+            if token is None or add is None or not add <= torch.finfo(torch.float32).max:
+                raise refuse("logit_bias", biases, entry)
+            bias[token] = add
         found = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "min_p": min_p}
         for name, value in {**found, "repetition_penalty": penalty, "logit_bias": bias}.items():
             object.__setattr__(self, name, value)  # Python's numbers; later changes by the caller have no effect

@@ -318,7 +318,7 @@ def checked(device: str, ranks: object = None) -> tuple[str, int]:
         raise RankError(asked, "the number of ranks is not stated", do)
     count = integer(default if ranks is None else ranks, least=1, most=MOST)
     if count is None:
-        raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", 'Try tk.cluster("cpu", 2)')
+        raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", f'Try tk.cluster("{kind}", 2)')
     if number is not None and number != count:
         raise RankError(asked, f"the name asks for {plural(number, 'rank')}", f"Give one of the two: tk.cluster({device!r})")
     if kind == "cuda" and count > _gpus():
