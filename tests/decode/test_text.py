@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from small_models import ByteTokenizer, make
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
 
 import toolkit as tk
 from toolkit.core.errors import ModelError
 from toolkit.decode.strategies import OwnLoop
 from toolkit.text.prompts import TextStream, prompt_ids
+from toolkit.text.tokenizer import Tokenizer
 
 MODEL = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=256))
 
@@ -94,6 +97,36 @@ def test_a_text_that_ends_inside_of_a_character_is_told_whole(stop, ending):
     silent = tk.generate(model, "A", loop, max_new_tokens=len(spoken), stop=stop, record=False)
     assert "".join(pieces) == run.text == silent.text == ("a" if stop == ("b\ufffd",) else "ab\ufffd")
     assert run.tokens == silent.tokens == tuple(spoken)
+
+
+BYTES = {byte: i for i, byte in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), "▁a"])}
+DOG = "\U0001f436"
+
+
+@pytest.mark.parametrize(
+    ("spoken", "text"),
+    [
+        ([*(DOG * 2).encode()], DOG * 2),
+        ([*(DOG * 2).encode()[:-2]], DOG + "\ufffd" * 2),
+        ([*(DOG * 2).encode()[:-2], 256], DOG + "\ufffd" * 2 + " a"),
+        ([256, *b"b\xf0", 256, *DOG.encode()], f" ab\ufffd a{DOG}"),
+    ],
+    ids=["whole", "cut off", "cut off inside", "between"],
+)
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=repr)
+def test_a_character_that_was_shown_stays_in_the_text(spoken, text, stop):
+    # The decoder of byte tokens makes a whole run of them U+FFFD if one of its characters is incomplete.
+    inner = Inner(models.BPE(BYTES, [], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    loop = OwnLoop("spoken", lambda ids, limit, sampling, ends, cancel: ((token, time.monotonic_ns()) for token in spoken))
+    model = make(tk.device("cpu"))
+    model.tokenizer = Tokenizer(inner)
+    pieces: list[str] = []
+    told = tk.generate(
+        model, [1], loop, max_new_tokens=len(spoken), stop=stop, on_token=lambda token, text: pieces.append(text), record=False
+    )
+    silent = tk.generate(model, [1], loop, max_new_tokens=len(spoken), stop=stop, record=False)
+    assert "".join(pieces) == told.text == silent.text == text
 
 
 def test_stream_without_a_tokenizer_is_silent():

@@ -241,17 +241,17 @@ class _Text:
     ) -> None:
         self.tokens: list[int] = []
         self.ended: str | None = None  # "eos" or "stop"
-        self._model, self._ends, self._on_token = model, ends, on_token
+        self._ends, self._on_token, self._asked = ends, on_token, bool(on_token or stops)  # for the text of each token
         self._stream, self._stop = TextStream(model.tokenizer), StopText(stops)
-        self._pieces: list[str] = []  # only with stop strings
+        self._pieces: list[str] = []
 
     def add(self, token: int, *, last: bool) -> bool:
         """Add a token, which is the `last` that was asked for or not, and return whether the text ends here."""
         self.tokens.append(token)
         if token in self._ends:
             self.ended, piece = "eos", self._rest()
-        elif self._on_token is None and not self._stop.stops:
-            return False  # nobody asks for the text of each token
+        elif not self._asked:
+            return False
         else:
             piece = self._stop.add(self._stream.piece(token))
             if last and not self._stop.found:
@@ -264,11 +264,10 @@ class _Text:
         return self.ended is not None
 
     def text(self) -> str:
-        """Return the whole text."""
-        if self._stop.stops:
-            return "".join(self._pieces) + self._rest()
-        tokens = self.tokens[:-1] if self.ended else self.tokens
-        return self._model.tokenizer.decode(tokens) if self._model.tokenizer is not None and tokens else ""
+        """Return the whole text: the pieces that `on_token` is given, and what was held back."""
+        if not self._asked:
+            self._pieces = self._stream.pieces(self.tokens[:-1] if self.ended else self.tokens)
+        return "".join(self._pieces) + self._rest()
 
     def _rest(self) -> str:
         """Return the text that was held back, after the last token."""

@@ -15,6 +15,8 @@ from toolkit.core.numbers import integer
 if TYPE_CHECKING:
     from toolkit.models.model import Model
 
+MOST_HELD = 64  # tokens held back, all of which are decoded for each token: an incomplete character has at most four
+
 
 def prompt_ids(model: Model, prompt: object) -> list[int]:
     """Return the token ids of `prompt`: a str, a sequence of ids, or a tensor or array of ids [T] or [1, T].
@@ -67,10 +69,15 @@ class TextStream:
             return ""
         self.ids.append(token)
         held = self._held()
-        if not held or held.endswith("\ufffd"):
+        if not held or (held.endswith("\ufffd") and len(self.ids) - self.shown < MOST_HELD):
             return ""
         self.start, self.shown = self.shown, len(self.ids)
         return held
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text that `tokens` add, in pieces."""
+        whole = self.tokenizer.decode(tokens) if self.tokenizer is not None and tokens else ""
+        return [whole] if "\ufffd" not in whole else list(map(self.piece, tokens))
 
     def rest(self) -> str:
         """Return the text that was held back, after the last token. A character that is still incomplete becomes U+FFFD."""
@@ -83,7 +90,11 @@ class TextStream:
             return ""
         before = self.tokenizer.decode(self.ids[self.start : self.shown])
         text: str = self.tokenizer.decode(self.ids[self.start :])
-        return text[len(before) :]
+        if text.startswith(before):
+            return text[len(before) :]
+        # Decoders of byte tokens (<0x0A>) make a whole run of them U+FFFD if one character of it is incomplete.
+        alone: str = self.tokenizer.decode(self.ids[self.shown :])
+        return alone
 
 
 class StopText:
