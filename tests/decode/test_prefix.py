@@ -129,6 +129,15 @@ def test_one_run_at_a_time(model):
     assert generate(model, "roundtrip", IDS[:21], prefix=prefix).tokens
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_prefix_is_not_freed_while_a_run_uses_it(model, name):
+    exact, prefix = generate(model, name).tokens, Prefix(model, IDS[:20], 80)
+    with pytest.raises(ModelError, match=r"^freeing a prefix: another run uses it now"):
+        generate(model, name, prefix=prefix, on_token=lambda token, text: prefix.free())
+    assert generate(model, name, prefix=prefix).tokens == exact
+    prefix.free()
+
+
 def test_a_prefix_says_what_it_holds():
     prefix = Prefix(make(tk.device("cpu")), IDS, 64)
     assert repr(prefix) == f"Prefix(60 tokens in {prefix.cache!r})"

@@ -83,8 +83,7 @@ class Prefix:
         if context is not None or kv is not None:
             found = f"context={context!r}, kv={kv!r}"
             raise ModelError("a run with a prefix", found, "Leave them out, because the prefix brings its own cache")
-        if self._freed:
-            raise ModelError("a run with a prefix", "it was freed", "Make another one")
+        self._check_held()
         if model is not self.model:
             raise ModelError("a run with a prefix", "another model fed it", "Make a prefix with this model")
         if tuple(ids[: len(self.ids)]) != self.ids or len(ids) == len(self.ids):
@@ -95,26 +94,37 @@ class Prefix:
     @contextmanager
     def in_use(self) -> Iterator[Cache]:
         """Return the cache for one run, and roll it back afterwards. Raises ModelError while another run uses it."""
-        if not self._lock.acquire(blocking=False):
-            raise ModelError("a run with a prefix", "another run uses it now", "Run one after the other, or make two prefixes")
-        try:
-            self._roll_back()  # in case an interrupt kept the last run from it
-            if self.kept_bytes is None:
-                before = self.model.device.memory().allocated_bytes
-                self.cache.checkpoint()
-                self.kept_bytes = self.model.device.memory().allocated_bytes - before
-            yield self.cache
-        finally:
+        with self._alone("a run with a prefix", "Run one after the other, or make two prefixes"):
+            self._check_held()  # another thread may have freed it since `check`
             try:
-                self._roll_back()
+                self._roll_back()  # in case an interrupt kept the last run from it
+                if self.kept_bytes is None:
+                    before = self.model.device.memory().allocated_bytes
+                    self.cache.checkpoint()
+                    self.kept_bytes = self.model.device.memory().allocated_bytes - before
+                yield self.cache
             finally:
-                self._lock.release()
+                self._roll_back()
+
+    @contextmanager
+    def _alone(self, asked: str, do: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise ModelError(asked, "another run uses it now", do)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _check_held(self) -> None:
+        if self._freed:
+            raise ModelError("a run with a prefix", "it was freed", "Make another one")
 
     def _roll_back(self) -> None:
         if self.kept_bytes is not None:
             self.cache.rollback(len(self.ids))
 
     def free(self) -> None:
-        """Free the device memory of the cache. No run can start from it any more."""
-        self._freed = True
-        self.cache.free()
+        """Free the device memory of the cache. No run can start from it any more. Raises ModelError while a run uses it."""
+        with self._alone("freeing a prefix", "Free it after the run"):
+            self._freed = True
+            self.cache.free()
