@@ -7,12 +7,13 @@ import math
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import toolkit as tk
-from toolkit.core.errors import FormatError, ModelError, RecorderError, ToolkitError, UnknownNameError
+from toolkit.core.errors import FormatError, HubError, ModelError, RecorderError, ToolkitError, UnknownNameError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import strategies_of
@@ -331,6 +332,16 @@ def test_folders_that_are_refused(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
     with pytest.raises(FormatError, match="cannot load it"):
         hf.wrap(tmp_path)
+
+
+def test_a_path_object_is_the_same_as_its_text():
+    models = [tk.load(path, "cpu", engine="hf", progress=False) for path in ("demo/qwen3", Path("demo/qwen3"))]
+    first, second = (tk.generate(model, [1, 2, 3], max_new_tokens=4, record=False).tokens for model in models)
+    assert first == second
+    with pytest.raises(FormatError, match="no such file or folder"):
+        tk.load(Path("neither/a/model"), "cpu", engine="hf")
+    with pytest.raises(HubError, match="not a repository"):
+        tk.load(Path("demo/qwen3"), "cpu", engine="hf", revision="main")
 
 
 def test_without_the_extra_it_says_what_to_install():

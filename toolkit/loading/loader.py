@@ -119,8 +119,8 @@ def load(
         shard = join(tensor_parallel)
         if shard != WHOLE:
             check_ranks(shard, brief(path), open_device(device), dtype=chosen)
-        if isinstance(path, str):
-            found = resolve(path, revision, token)
+        if not isinstance(path, nn.Module):
+            found = resolve(os.fspath(path), revision, token)
             if isinstance(found, Repository):  # what can be refused is refused before the download
                 import_transformers()
                 open_device(device)
