@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models
 
 import toolkit
 from tests.checkpoints import SHAPE, random_tensors, write_gguf
@@ -195,6 +197,19 @@ def test_what_is_no_text_and_no_ids(demo: Tokenizer) -> None:
             demo.decode(ids)
     assert demo.decode(torch.tensor([36, 37])) == demo.decode(np.array([36, 37])) == demo.decode((36, 37))
     assert demo.decode([70_000]) == ""
+
+
+def test_a_tokenizer_that_fails_says_so() -> None:
+    unknown = Tokenizer(Inner(models.WordLevel({"a": 0}, unk_token="missing")))
+    assert unknown.encode("a") == [0]
+    with pytest.raises(FormatError, match=r"^token ids of a text: the tokenizer of this model fails \(.*UNK"):
+        unknown.encode("b")
+    inner = Inner(models.WordLevel({"a": 0}, unk_token="a"))
+    inner.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])  # panics on a text that is empty
+    stripped = Tokenizer(inner)
+    assert stripped.decode([0]) == "a"
+    with pytest.raises(FormatError, match=r"^the text of token ids: the tokenizer of this model fails"):
+        stripped.decode([])
 
 
 CHATS = {
