@@ -373,6 +373,7 @@ BAD_TEMPLATES = {
         "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s * 8 %}{% endfor %}",
         "1 GiB",
     ),
+    "memory, of the text as JSON": ("{{ '{:\1>268435456}'.format(1) }}", "1 GiB"),
     "includes a file": ("{% include '/etc/passwd' %}", "no loader"),
 }
 

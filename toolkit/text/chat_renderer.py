@@ -24,12 +24,12 @@ def main() -> None:
         pass
     given = json.load(sys.stdin)
     try:
-        answer = {"text": _render(given["template"], given["values"])}
+        answer = json.dumps({"text": _render(given["template"], given["values"])})
     except MemoryError:
-        answer = {"error": f"it needs more than {MAX_BYTES >> 30} GiB"}
+        answer = json.dumps({"error": f"it needs more than {MAX_BYTES >> 30} GiB"})
     except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error!s:.300}"}
-    json.dump(answer, sys.stdout)
+        answer = json.dumps({"error": f"{type(error).__name__}: {error!s:.300}"})
+    sys.stdout.write(answer)
 
 
 def _render(template: str, values: dict[str, Any]) -> str:
