@@ -361,6 +361,27 @@ def test_what_is_put_around_a_text(tmp_path: Path, flag: dict[str, bool], writte
     assert ours.encode("<|endoftext|>Hi") == ours.encode("<|endoftext|>Hi", ends=False), "never twice"
 
 
+@pytest.mark.parametrize("flags", [{"special": True}, {"special": False, "normalized": True, "lstrip": True}], ids=str)
+def test_tokens_that_only_the_config_adds(tmp_path: Path, flags: dict[str, bool]) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    path, size = tmp_path / "tokenizer_config.json", 768
+    rest = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {str(size + i): {**rest, **flags, "content": text} for i, text in enumerate(["<tool>", "</tool>"])}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": added}))
+    ours, theirs = tokenizers.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    assert ours.vocab_size == size + 2
+    ids = ours.encode("Call <tool>x</tool>, please")
+    assert ids == theirs("Call <tool>x</tool>, please")["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    for wrong, says in ({"770": added["768"]}, "the id 770, which is not the next free one"), ({"x": 1}, "can't be built"):
+        path.write_text(json.dumps({"added_tokens_decoder": wrong}))
+        with pytest.raises(FormatError, match=says):
+            tokenizers.from_folder(tmp_path)
+
+
 BAD_TEMPLATES = {
     "syntax": ("{% for %}", "TemplateSyntaxError"),
     "escape by attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),

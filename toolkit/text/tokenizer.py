@@ -146,6 +146,7 @@ def from_folder(folder: Path) -> Tokenizer | None:
 
     inner = _guarded(lambda: Inner.from_file(str(path)), asked)
     config = _optional(folder / "tokenizer_config.json")
+    _guarded(lambda: _add_stated(inner, config, asked), asked)
     specials, (template, for_tools) = _specials(config), _templates(folder, config)
     return _guarded(lambda: Tokenizer(inner, _eos_ids(folder, inner, config), template, specials, for_tools), asked)
 
@@ -222,6 +223,21 @@ def _guarded(make: Callable[[], T], asked: str, found: str = "it can't be built"
         raise
     except BaseException as error:
         raise FormatError(asked, f"{found} ({error!s:.200})", "Download it again") from error
+
+
+def _add_stated(inner: tokenizers.Tokenizer, config: Mapping[str, Any], asked: str) -> None:
+    """Add the tokens that tokenizer_config.json states by id and tokenizer.json lacks, as transformers does."""
+    from tokenizers import AddedToken
+
+    stated = config.get("added_tokens_decoder") or {}
+    for number, token in sorted((int(number), token) for number, token in stated.items()):
+        text = token["content"]
+        if inner.token_to_id(text) is None:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            inner.add_tokens([AddedToken(text, **{flag: token[flag] for flag in flags if flag in token})])
+            if inner.token_to_id(text) != number:
+                found = f"tokenizer_config.json gives the token {text!r:.60} the id {number:,}, which is not the next free one"
+                raise FormatError(asked, found, "Get both files from the checkpoint's source again")
 
 
 def _optional(path: Path) -> dict[str, Any]:
