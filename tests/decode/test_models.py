@@ -207,6 +207,20 @@ def test_sizes_only_models_decode(name):
     gc.collect()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.half(), lambda m: m.double(), lambda m: m.cpu(), lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16)],
+)
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_a_loaded_model_is_neither_moved_nor_converted(change, scheme):
+    model = tk.load("demo/qwen3", device=GPU, scheme=scheme, dtype="float32", progress=False)
+    same = tk.generate(model, [1, 2, 3], max_new_tokens=3, record=False).tokens
+    with pytest.raises(ModelError, match=r"^moving or converting a model to .* it was made for float32 on virtual:h200"):
+        change(model)
+    assert model.float().to(model.device.torch) is model, "nothing to do"
+    assert tk.generate(model, [1, 2, 3], max_new_tokens=3, record=False).tokens == same
+
+
 def test_the_virtual_gpu_needs_no_triton():
     """Models decode on the virtual GPU without Triton, as on macOS and Windows; features that need Triton say so."""
     code = """

@@ -28,7 +28,7 @@ from toolkit.ops.define import GPUS
 from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from toolkit.gpu.device import Device
     from toolkit.kernels.base import Kernel, Shape
@@ -152,6 +152,16 @@ class CausalLM(Shown, nn.Module):
         self.vocab_sizes = parts_of(config.vocab_size, shard.ranks)  # how many tokens each rank has
         self.tokenizer: Tokenizer | None = None
         self.unquantized: dict[str, tuple[str, ...]] = {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply `fn` to all weights. Raises ModelError if it moves or converts them, as `to` and `half` do."""
+        here = torch.empty(0, dtype=self.dtype, device=self.device.torch)
+        there = fn(here)
+        if (there.device, there.dtype) != (here.device, here.dtype):
+            asked = f"moving or converting a model to {dtype_name(there.dtype)} on {there.device}"
+            found = f"it was made for {dtype_name(self.dtype)} on {self.device.name}, as its caches and packed weights are"
+            raise ModelError(asked, found, "Load it again, with the device= and dtype= that you want")
+        return super()._apply(fn, recurse)
 
     def init_weights(self, seed: int = 0) -> Self:
         """Draw random weights from `seed`, the same on every device, and return the model."""
