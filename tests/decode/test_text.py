@@ -61,6 +61,14 @@ def test_prompts_that_are_refused(prompt, said):
         prompt_ids(MODEL, prompt)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused(layout):
+    prompt = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 3])], layout=layout)
+    with pytest.raises(ModelError, match=r"a tensor of sequences \(nested\)"):
+        prompt_ids(MODEL, prompt)
+
+
 def test_text_goes_through_the_tokenizer():
     model = SimpleNamespace(tokenizer=ByteTokenizer(), config=MODEL.config)
     assert prompt_ids(model, "ab") == [97, 98]

@@ -28,8 +28,9 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
             raise ModelError("a prompt of text", "this model came without a tokenizer", "In Python, pass token ids: [1, 2, 3]")
         ids: Any = model.tokenizer.encode(prompt)
     else:
-        if isinstance(prompt, Tensor) and (prompt.is_meta or prompt.layout is not torch.strided):
-            kind = "on the device meta, without values" if prompt.is_meta else f"with the layout {prompt.layout}"
+        if isinstance(prompt, Tensor) and (prompt.is_meta or prompt.is_nested or prompt.layout is not torch.strided):
+            kind = "of sequences (nested)" if prompt.is_nested else f"with the layout {prompt.layout}"
+            kind = "on the device meta, without values" if prompt.is_meta else kind
             raise ModelError("a prompt", f"a tensor {kind}", "Give an ordinary tensor [T] or [1, T]")
         ids = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
         if isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray | memoryview):
