@@ -254,7 +254,13 @@ def test_a_folder_of_pickles_says_how_to_convert(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="save_pretrained"):
         open_safetensors(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(FormatError, match=r"no \.safetensors"):
+    with pytest.raises(FormatError, match=r"no \.safetensors file\. Download"):
+        open_safetensors(tmp_path)
+
+
+def test_a_folder_with_a_config_and_a_gguf_file_says_what_to_pass(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FormatError, match=r"no \.safetensors file, but a GGUF file\. Give the path of the GGUF file"):
         open_safetensors(tmp_path)
 
 

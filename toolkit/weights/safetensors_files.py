@@ -151,12 +151,15 @@ def read_json(path: Path, what: str, max_bytes: int = 256 << 20) -> dict[str, An
 
 def _no_weights(path: Path) -> FormatError:
     try:
-        pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLES)
+        files = sorted(path.iterdir())
     except OSError as error:
         found = f"the folder can't be read ({error.strerror or error})"
         return FormatError(f"weights in {path}", found, "Check its permissions")
-    if pickles:
-        return pickled(path / pickles[0])
+    if any(file.suffix.lower() == ".gguf" for file in files):
+        return FormatError(f"weights in {path}", "no .safetensors file, but a GGUF file", "Give the path of the GGUF file")
+    for file in files:
+        if file.suffix in PICKLES:
+            return pickled(file)
     return FormatError(f"weights in {path}", "no .safetensors file", "Download the model's weights into the folder too")
 
 
