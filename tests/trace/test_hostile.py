@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import sqlite3
 import time
 import zipfile
@@ -84,6 +85,22 @@ def test_a_small_gzip_file_that_would_become_large_is_refused(tmp_path: Path) ->
     with pytest.raises(TraceError, match="become more than"):
         open_trace(path)
     assert host.grown_bytes() < 256 << 20
+
+
+def test_compressed_files_of_other_formats_say_to_decompress_them(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    builder.add("kernel", 0, name="a")
+    builder.build({}).save(tmp_path / "a.trace")
+    with sqlite3.connect(tmp_path / "a.sqlite") as connection:
+        connection.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+    connection.close()
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    for path in sorted(tmp_path.iterdir()):
+        packed = tmp_path / f"{path.name}.gz"
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        with pytest.raises(TraceError, match=r"only Chrome traces are read in compressed form\. Decompress it first: gunzip"):
+            open_trace(packed)
 
 
 def test_real_traces_are_far_from_the_bound(tmp_path: Path) -> None:

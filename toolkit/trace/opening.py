@@ -53,15 +53,15 @@ def open_trace(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     with open_regular(file, asked, TraceError) as raw:
         start = raw.read(4096)
     packed = start.startswith(b"\x1f\x8b")
-    if packed:
-        start = _unpacked(file, asked)
+    if packed and (start := _unpacked(file, asked)).startswith((b"PK", _SQLITE, _PICKLE, b"\x1f\x8b")):
+        raise TraceError(asked, "only Chrome traces are read in compressed form", "Decompress it first: gunzip FILE")
     if start.startswith(b"PK"):
         return Trace.load(file)
     if start.startswith(_SQLITE):
         from toolkit.trace.nsys import read_nsys
 
         return read_nsys(file)
-    if start[:1] == _PICKLE and not packed:
+    if start[:1] == _PICKLE:
         from toolkit.trace.snapshot.read import read_snapshot
 
         return read_snapshot(file)
@@ -108,8 +108,6 @@ def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
     if suffix in (".nsys-rep", ".qdrep"):
         do = f"Convert it first: nsys export --type sqlite FILE{suffix}"
         return TraceError(asked, "it is a report that only Nsight Systems can read", do)
-    if start[:1] == _PICKLE:
-        return TraceError(asked, "it is a compressed pickle", "Decompress it first: gunzip FILE")
     if suffix in (".pkl", ".pickle", ".pt", ".pth"):
         return TraceError(asked, "it is not a pickle of protocol 2 or later", OPENED)
     if start.startswith(b"GGUF") or suffix == ".safetensors":
