@@ -262,6 +262,17 @@ def test_a_report_without_cuda_says_how_to_record_it(database):
         database.trace()
 
 
+@pytest.mark.parametrize("launched", [False, True], ids=["empty table", "launch"])
+def test_a_report_without_work_on_a_gpu_says_how_to_record_it(database, launched):
+    if launched:
+        database.put("CUPTI_ACTIVITY_KIND_RUNTIME", start=1, end=2, globalTid=TID, correlationId=1, nameId=2)
+    else:
+        database.put("CUPTI_ACTIVITY_KIND_KERNEL", start=1, end=2)
+        database.connection.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL")
+    with pytest.raises(TraceError, match=r"it has no events of a GPU\. Record .* --trace=cuda"):
+        database.trace()
+
+
 def test_values_of_odd_types_are_a_trace_error(database):
     database.put("CUPTI_ACTIVITY_KIND_KERNEL", start="soon", end="later", deviceId=0, streamId=7, correlationId=1)
     with pytest.raises(TraceError, match="unexpected"):

@@ -45,6 +45,7 @@ _SCHEMA = ("sqlite_master", "sqlite_schema")
 _LEAST_ROW_BYTES = 4  # a record's cell pointer, length, key and header: pages that are read more than once exceed it
 _PID_BIT, _PROCESS_BIT = 24, 40  # the lowest bit of the process in globalPid and globalTid, and in our correlation ids
 _INSTRUCTIONS = 100_000  # of SQLite's virtual machine between two checks of the limit
+_RECORD = "Record work on a GPU with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite"
 
 
 def read_nsys(path: Path) -> Trace:
@@ -62,13 +63,16 @@ def read_nsys(path: Path) -> Trace:
                 return left[0] < 0
 
             connection.set_progress_handler(stop, _INSTRUCTIONS)
-            return _Database(connection, asked, size).trace()
+            trace = _Database(connection, asked, size).trace()
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise TraceError(asked, f"the database is damaged ({error})", "Export it again: nsys export --type sqlite") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise TraceError(
             asked, f"a column contains an unexpected value ({error})", "Export it again from the .nsys-rep"
         ) from error
+    if not len(trace):
+        raise TraceError(asked, "it has no events of a GPU", _RECORD)
+    return trace
 
 
 def _authorize(action: int, first: str | None, second: str | None, _: str | None, inside: str | None) -> int:
@@ -100,7 +104,7 @@ class _Database:
         self.tables = {name for (name,) in listed if name in _TABLES}
         if not any(f"{_PREFIX}{kind}" in self.tables for kind in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME")):
             found = "it has no CUDA events" if "StringIds" in self.tables else "it is a database of another program"
-            raise TraceError(asked, found, "Record with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite")
+            raise TraceError(asked, found, _RECORD)
         self.texts = {code: text for code, text in self.read("StringIds", "id", "value") if text is not None}
         self.strings, self.rows, self.calls = Strings(), Rows(), Calls()
         self.threads: dict[int, int] = {}
