@@ -203,6 +203,13 @@ def test_names_that_are_no_text_are_counted_as_unreadable(tmp_path: Path, name: 
             open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name)]))
 
 
+def test_copies_of_negative_sizes_are_counted_as_unreadable(tmp_path: Path) -> None:
+    copies = [kernel(cat="gpu_memcpy", name="Memcpy HtoD", args={"stream": 7, "device": 0, "bytes": n}) for n in (-8, 8)]
+    with pytest.warns(UserWarning, match="1 event has unexpected fields"):
+        found = open_trace(chrome(tmp_path / "x.json", copies))
+    assert found["bytes"].tolist() == [8]
+
+
 def test_a_thread_whose_only_function_is_unreadable(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="1 event has"):
         found = open_trace(chrome(tmp_path / "x.json", [kernel(cat="python_function", name="a.py(1): f", dur=1e17), kernel()]))

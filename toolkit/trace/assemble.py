@@ -68,8 +68,11 @@ class Rows:
 
         `communication` is what `communication()` returned for a collective or peer copy.
 
-        A negative duration becomes 0. Raises OverflowError or TypeError, and appends nothing, if a value is not a 64-bit int.
+        A negative duration becomes 0. Raises OverflowError or TypeError if a value is not a 64-bit int, and ValueError if the
+        size is negative; nothing is appended then.
         """
+        if bytes < 0:
+            raise ValueError(f"a size of {bytes} bytes")
         row = kind, start_ns, max(dur_ns, 0), bytes, stream, device, pinned, name, thread, correlation, communication
         self._data.extend(array("q", row))
 
