@@ -142,7 +142,7 @@ def assemble(
     meta: dict[str, Any], *, where: NDArray[np.int64] | None = None, rank: int = 0, ranges_are: str = "marks",
     communications: Sequence[tuple[int, ...]] = (NO_COMMUNICATION,),
 ) -> Trace:  # fmt: skip
-    """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks.
+    """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks, of no less than 0 ns.
 
     `meta["origin_ns"]`, if it is known, is the time at 0 on the clock of the host, before and after. Collectives that have no
     number are numbered in each group in order of start.
@@ -151,7 +151,7 @@ def assemble(
     launched each row. `ranges_are` is `meta["steps_from"]` for ranges that neither the toolkit nor the profiler wrote.
     """
     source, numbers = steps_among(ranges)
-    marks = np.array([(r.start_ns, r.end_ns) for r in ranges], np.int64).reshape(-1, 2)
+    marks = np.array([(r.start_ns, max(r.start_ns, r.end_ns)) for r in ranges], np.int64).reshape(-1, 2)
     for times in (rows["start_ns"], rows["dur_ns"], cause_ns, marks):
         if times.size and not -LONGEST_NS <= times.min() <= times.max() <= LONGEST_NS:
             raise ValueError("a time is more than 73 years")  # sums and differences would wrap
