@@ -279,6 +279,12 @@ def test_values_of_odd_types_are_a_trace_error(database):
         database.trace()
 
 
+def test_numbers_that_do_not_fit_name_the_file(database):
+    database.put("CUPTI_ACTIVITY_KIND_KERNEL", start=1, end=2, deviceId=70_000, streamId=7, correlationId=1)
+    with pytest.raises(TraceError, match=r"^opening the trace '.*report\.sqlite': .*'device' has the value 70000"):
+        database.trace()
+
+
 def test_damage_anywhere_is_a_trace_error_or_does_no_harm(database, tmp_path):
     for n in range(20):
         database.step(n, text=f"step {n}")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.callers import source_line
+from toolkit.core.errors import TraceError
 from toolkit.trace.columns import COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, LANES, NOT_KNOWN, OPTIONAL
 from toolkit.trace.cupti import number_streams
 from toolkit.trace.events import NO_COMMUNICATION, Trace, communication_columns
@@ -22,7 +23,10 @@ KIND = {kind: i for i, kind in enumerate(KINDS)}
 
 
 def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Trace:
-    """Return a trace of the given columns, sorted by start time. Missing columns are filled with their "not known" value."""
+    """Return a trace of the given columns, sorted by start time. Missing columns are filled with their "not known" value.
+
+    Raises ValueError for a number that does not fit into its column: readers add the name of the file.
+    """
     order = np.argsort(np.asarray(columns["start_ns"], np.int64), kind="stable")
     full: dict[str, NDArray[Any]] = {}
     for name, dtype in COLUMNS.items():
@@ -30,7 +34,10 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
         if given is None and name in OPTIONAL:
             continue
         full[name] = np.full(len(order), NOT_KNOWN.get(name, 0), dtype) if given is None else np.asarray(given)[order]
-    return Trace(full, strings, meta)
+    try:
+        return Trace(full, strings, meta)
+    except TraceError as error:
+        raise ValueError(error.found) from error
 
 
 @dataclass

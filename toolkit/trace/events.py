@@ -362,10 +362,11 @@ def _problem(columns: dict[str, NDArray[Any]], n_strings: int) -> str | None:
     """Return why the columns are not a valid table, or None if they are."""
     if any(c.ndim != 1 or c.dtype.kind not in "iu" for c in columns.values()) or len({len(c) for c in columns.values()}) > 1:
         return "it has columns of unequal length or with values other than integers"
-    bounds = dict.fromkeys(TEXT_COLUMNS, (-1, n_strings)) | {"kind": (0, len(KINDS)), "clock": (0, len(CLOCKS))}
+    bounds = {name: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1) for name, dtype in COLUMNS.items()}
+    bounds |= dict.fromkeys(TEXT_COLUMNS, (-1, n_strings)) | {"kind": (0, len(KINDS)), "clock": (0, len(CLOCKS))}
     for name, (low, high) in bounds.items():
-        if name in columns and columns[name].size and not low <= columns[name].min() <= columns[name].max() < high:
-            return f"its column {name!r} has codes that are out of range"
+        if name in columns and columns[name].size and not low <= int(columns[name].min()) <= int(columns[name].max()) < high:
+            return f"its column {name!r} has values that are out of range"
     return None
 
 
