@@ -397,6 +397,14 @@ def test_an_own_chrome_file_that_was_spoiled_is_a_trace_error(tmp_path):
             tk.open_trace(path)
 
 
+@pytest.mark.parametrize("version", [2, "2"])
+def test_a_file_of_a_later_version_is_refused(tmp_path, version):
+    path = random_trace(5).to_chrome(tmp_path / "a.json")
+    path.write_text(path.read_text().replace('"version": 1', f'"version": {json.dumps(version)}', 1))
+    with pytest.raises(TraceError, match=f"format version {version!r}; this toolkit reads versions up to 1. Upgrade"):
+        tk.open_trace(path)
+
+
 # ---- size
 
 

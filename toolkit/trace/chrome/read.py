@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.errors import TraceError
+from toolkit.core.errors import TraceError, brief
 from toolkit.core.units import plural
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
 from toolkit.trace.chrome.comms import Comms, distributed_job
 from toolkit.trace.chrome.foreign import Foreign
 from toolkit.trace.chrome.scan import EventScanner
+from toolkit.trace.chrome.write import VERSION
 from toolkit.trace.columns import CLOCKS, COMMUNICATION, TEXT_COLUMNS
 from toolkit.trace.cupti import is_copy_kernel, is_wait, parse_memcpy
 from toolkit.trace.events import NO_COMMUNICATION, Trace, check_meta, communication_columns
@@ -253,6 +254,10 @@ class _Own:
 
     def __init__(self, scanner: EventScanner) -> None:
         self.scanner, own = scanner, scanner.head["toolkit"]
+        version = own.get("version", 1) if isinstance(own, dict) else 1
+        if version not in range(1, VERSION + 1):
+            found = f"it has format version {brief(version)}; this toolkit reads versions up to {VERSION}"
+            raise TraceError(scanner.asked, found, "Upgrade the toolkit")
         try:
             self.meta = check_meta(own.get("meta") if isinstance(own, dict) else None)
         except ValueError as error:

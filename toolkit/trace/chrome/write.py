@@ -29,6 +29,7 @@ from toolkit.trace.waits import collectives_of, ranks_of
 if TYPE_CHECKING:
     from toolkit.trace.events import Trace
 
+VERSION = 1  # of the fields that `read_chrome` needs
 _CATEGORIES = {
     "kernel": "kernel", "collective": "kernel", "memset": "gpu_memset",
     "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
@@ -64,7 +65,7 @@ def as_json(facts: dict[str, Any]) -> str:
 
 
 def _write(trace: Trace, out: io.TextIOWrapper) -> None:
-    own = as_json({"version": 1, "meta": trace.meta})
+    own = as_json({"version": VERSION, "meta": trace.meta})
     out.write(f'{{"displayTimeUnit": "ns",\n"toolkit": {own},\n"traceEvents": [\n')
     between, places = "", _places(trace)
     extra = chain(_titles(trace, places), _counters(trace), _arrows(trace, places))
