@@ -309,7 +309,10 @@ def test_operations_that_differ_are_named(tmp_path):
         tk.open_trace(files)
 
 
-@pytest.mark.parametrize("given", [[], ["nowhere.json", "neither.json"]])
+SHIPPED = ["h200/qwen3/roundtrip", "h200/qwen3/cuda-graph"]
+
+
+@pytest.mark.parametrize("given", [[], ["nowhere.json", "neither.json"], [SHIPPED[:1]], [SHIPPED, "nowhere.json"], [3]])
 def test_lists_that_can_not_be_opened_are_trace_errors(given):
     with pytest.raises(TraceError):
         tk.open_trace(given)

@@ -76,11 +76,12 @@ def _open_ranks(files: Sequence[str | os.PathLike[str]], asked: str) -> Trace:
     """Return the traces of several ranks as one; a single trace as it is."""
     if not files:
         raise TraceError(asked, "an empty list", "Give the trace files of all ranks")
-    traces = [open_trace(file) for file in files]
-    for path, times in Counter(map(os.path.realpath, files)).items():
+    paths = [check_path(file, f"opening the trace {shown(file)}", TraceError) for file in files]
+    traces = [open_trace(path) for path in paths]
+    for path, times in Counter(map(os.path.realpath, paths)).items():
         if times > 1:
             raise TraceError(asked, f"{shown(path)} is in the list {times} times", "Give one file per rank")
-    return traces[0] if len(traces) == 1 else join(traces, [os.path.basename(os.fspath(file)) for file in files], asked)
+    return traces[0] if len(traces) == 1 else join(traces, [path.name for path in paths], asked)
 
 
 def _in_folder(folder: Path, asked: str) -> list[Path]:
