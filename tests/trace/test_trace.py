@@ -138,6 +138,7 @@ def test_select_by_mask_and_by_index():
 
 @pytest.mark.parametrize(("mask", "found"), [
     (None, "None"), (5, "5"), ("h2d", "'h2d'"), ([True], "1 value of type bool"), ([0.5, 1.5], "2 values of type float64"),
+    ([3, 50], "2 values of type int64 from 3 to 50"), ([-51], "1 value of type int64 from -51 to -51"),
 ])  # fmt: skip
 def test_a_mask_of_another_kind_is_refused(mask, found):
     with pytest.raises(TraceError, match=f"the mask is {found}. Give 50 booleans"):
@@ -220,6 +221,12 @@ def test_a_column_that_does_not_exist_is_named():
 def test_events_by_number_are_refused_with_what_to_use(read):
     with pytest.raises(UnknownNameError, match=r"^trace\[.*is the name of a column. Use trace.to_pandas\(\)"):
         read(random_trace(3))
+
+
+@pytest.mark.parametrize("kind", ["H2D", ["h2d"], None])
+def test_a_kind_that_does_not_exist_is_named(kind):
+    with pytest.raises(UnknownNameError, match="Known: alloc, collective, d2d"):
+        random_trace(3).is_kind(kind)
 
 
 @pytest.mark.parametrize("column", ["kind", "bytes", "nome"])

@@ -77,8 +77,10 @@ def as_rows(mask: Any, count: int) -> NDArray[Any] | slice:
     found = np.asarray(mask)
     if found.shape == (0,):
         return found.astype(np.int64)
-    if (found.ndim == 1 and found.dtype.kind in "iu") or (found.dtype == bool and found.shape == (count,)):
+    numbers = found.ndim == 1 and found.dtype.kind in "iu"
+    if (numbers and -count <= found.min() <= found.max() < count) or (found.dtype == bool and found.shape == (count,)):
         return found
     what = f"{plural(len(found), 'value')} of type {found.dtype}" if found.ndim == 1 else brief(mask)
+    what += f" from {found.min()} to {found.max()}" if numbers else ""
     do = f"Give {count:,} booleans, such as trace.is_kind('h2d'), or the numbers of rows"
     raise TraceError("selecting events of a trace", f"the mask is {what}", do)

@@ -152,7 +152,7 @@ class Trace:
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Return a mask of the events whose kind is in `kinds`. Raises UnknownNameError if a kind is not in KINDS."""
         for kind in kinds:
-            if kind not in _KIND:
+            if kind not in KINDS:
                 raise unknown_name("event kind", kind, KINDS)
         return np.isin(self["kind"], [_KIND[kind] for kind in kinds])
 
