@@ -361,6 +361,14 @@ def pytest_collection_modifyitems(items):
 """
 
 
+def test_baselines_that_can_not_be_written(run, pytester):
+    (pytester.path / "toolkit_baselines").write_text("a file instead of a folder")
+    found = run("\n@pytest.mark.copies\ndef test_a(toolkit_gpu): loop(toolkit_gpu.torch)\n", "--copies-update")
+    found.assert_outcomes(passed=1)
+    assert found.ret == pytest.ExitCode.TESTS_FAILED
+    found.stdout.fnmatch_lines(["baselines: writing the baselines */toolkit_baselines/test_somebodys_loop.json: *"])
+
+
 def test_marks_that_a_conftest_adds_keep_their_baselines(run, pytester):
     pytester.makeconftest(MARKING)
     run("\ndef test_a(toolkit_gpu): loop(toolkit_gpu.torch)\n", "--copies-update").assert_outcomes(passed=1)

@@ -52,16 +52,23 @@ def read(path: Path) -> Tests:
 
 
 def write(path: Path, tests: Tests) -> bool:
-    """Write the baselines of a module, or delete the file if there are none. Return whether anything changed."""
-    if not tests:
-        existed = path.exists()
-        path.unlink(missing_ok=True)
-        return existed
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the baselines of a module, or delete the file if there are none. Return whether anything changed.
+
+    Raises FormatError if the file can't be written.
+    """
     content = {"format": "toolkit-baselines", "version": VERSION, "tests": dict(sorted(tests.items()))}
     data = _compact(json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True)).encode()
-    if path.exists() and path.read_bytes() == data:
-        return False
+    try:
+        existed = path.exists()
+        if not tests:
+            path.unlink(missing_ok=True)
+            return existed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if existed and path.read_bytes() == data:
+            return False
+    except OSError as error:
+        do = "Check that you may write to this folder"
+        raise FormatError(f"writing the baselines {path}", error.strerror or str(error), do) from error
     with replacing(path, FormatError) as file:
         file.write(data)
     return True

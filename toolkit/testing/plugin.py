@@ -246,6 +246,7 @@ class _Session:
         self.collected: dict[str, list[str]] = {}  # test module -> names of its tests that have a budget
         self.obsolete: list[str] = []
         self.wrote = 0
+        self.unwritten: list[str] = []  # why baselines could not be written
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.items.append(item)
@@ -267,11 +268,13 @@ class _Session:
         self.collected |= getattr(node, "workeroutput", {}).get("toolkit", {})
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.worker:
             self.config.workeroutput["toolkit"] = self.collected  # type: ignore[attr-defined]
         elif self._files() or self.reports:
             self._baselines()
+            if self.unwritten and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _files(self) -> dict[Path, Path]:
         """Return the files of baselines next to collected modules, with the module of each."""
@@ -303,13 +306,16 @@ class _Session:
                 if Path(r["module"]) == module:
                     kept.setdefault(r["name"], {})[r["device"]] = r["found"]
             if update:
-                self.wrote += baselines.write(file, kept)
+                try:
+                    self.wrote += baselines.write(file, kept)
+                except ToolkitError as error:
+                    self.unwritten.append(str(error))
             self.obsolete += [] if update else [f"{module.name}::{name}" for name in old]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         broken = [(r, problem) for r in self.reports if r["failed"] for problem in r["problems"]]  # not those of xfail
         less = [r["nodeid"] for r in self.reports if r["less"]] if not self.wrote else []
-        if not (broken or less or self.obsolete or self.wrote):
+        if not (broken or less or self.obsolete or self.wrote or self.unwritten):
             return
         terminalreporter.write_sep("=", "copies and memory")
         for r, problem in broken:
@@ -317,6 +323,8 @@ class _Session:
             for line, source, did in problem["blames"][:1]:
                 terminalreporter.write_line(f"  {line}: {source}".rstrip(": "))
                 terminalreporter.write_line(f"    {did}")
+        for why in self.unwritten:
+            terminalreporter.write_line(f"baselines: {why}", red=True)
         if self.wrote:
             terminalreporter.write_line(f"baselines: wrote {plural(self.wrote, 'file')}")
         for names, one, several in (
