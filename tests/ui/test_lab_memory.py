@@ -21,6 +21,7 @@ from toolkit.ui.lab.memory_panel import MOST, MemoryPanel, hidden_html, measured
 from toolkit.ui.memory.widget import MemoryTimeline
 from toolkit.vram.hidden import Hidden
 from toolkit.vram.measure import Scope, memory
+from toolkit.vram.sessions import CellUse
 from toolkit.vram.what_if import what_if
 
 
@@ -319,12 +320,9 @@ def test_the_cells_of_a_session_are_shown(app: Lab, monkeypatch: pytest.MonkeyPa
     with memory(gpu) as use:
         torch.ones(1 << 18, device=gpu.torch)
     cells = [
-        SimpleNamespace(number=n, title=f"<{n}>", status="ok", device="gpu", use=use, file="", baseline_bytes=0,
-                        peak_bytes=use.peak_bytes, end_bytes=0)
-        for n in (1, 2)
-    ]  # fmt: skip
-    del cells[1].use
-    cells[1].file = str(tmp_path / "gone.trace")
+        CellUse(n, f"<{n}>", "ok", "gpu", 0, use.peak_bytes, 0, 0, 0, 0, 0.0, 0.0, str(tmp_path / "gone.trace")) for n in (1, 2)
+    ]
+    vars(cells[0])["use"] = use
     magics = SimpleNamespace(session=SimpleNamespace(cells=cells), budget_bytes=None, recorder=object())
     monkeypatch.setattr(module, "_magics", lambda: magics)
     press(app, app.memory.cells_button)

@@ -323,6 +323,19 @@ def test_a_killed_session_opens_again(tmp_path, monkeypatch, run):
     assert "HTML" in said
 
 
+def test_a_cell_whose_file_is_gone_leaves_the_others_to_see(tmp_path, run):
+    run("%memory on")
+    run("x = torch.ones(4 << 18, device=d)")
+    (folder,) = saved_sessions()
+    assert f"{folder.name}: 1 cell, peak" in run("%memory sessions")
+    run("y = x.double()")
+    (folder / "0001.trace").unlink()
+    for command in ("%memory", "%memory open"):
+        said = run(command)
+        assert "HTML" in said
+        assert "Error" not in said
+
+
 def test_a_folder_that_cannot_be_written_is_told_and_cells_are_measured_all_the_same(shell, run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))

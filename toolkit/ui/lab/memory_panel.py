@@ -19,7 +19,7 @@ import traitlets
 
 from toolkit.core.callers import ipython_shell
 from toolkit.core.errors import CancelledError, ToolkitError
-from toolkit.core.units import bytes_text, seconds_text
+from toolkit.core.units import bytes_text, plural, seconds_text
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu import host_memory as host
 from toolkit.gpu.device import Device
@@ -34,8 +34,7 @@ from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.hidden import user_variables
-from toolkit.vram.measure import HOST_ONLY, MemoryUse, Scope, open_memory, out_of_memory
-from toolkit.vram.sessions import CellUse
+from toolkit.vram.measure import HOST_ONLY, MemoryUse, Scope, out_of_memory
 from toolkit.vram.what_if import CONTEXT_BYTES, what_if
 
 MOST = 20  # number of kept measurements; each holds every event of its run
@@ -319,10 +318,10 @@ class MemoryPanel(Panel):
                 raise CancelledError("drawing the cells", "it was cancelled", 'Press "Show the cells" to start again')
             self.cells_status.value = f"Drawing cell {cell.number} ..."
             self._work.share(n, len(cells))
-            details.append(_cell_html(cell, magics.budget_bytes))
+            details.append(memory_picture.cell_html(cell, magics.budget_bytes))
         self.cells_view.value = memory_picture.session_html(cells, details, magics.budget_bytes)
         goes_on = "press again to update" if magics.recorder else "<code>%memory on</code> measures more"
-        self.cells_status.value = f"{len(cells)} cells measured; {goes_on}."
+        self.cells_status.value = f"{plural(len(cells), 'cell')} measured; {goes_on}."
 
 
 def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
@@ -416,12 +415,3 @@ def _magics() -> Any | None:
     """Return the notebook's `%memory` magics, or None if the extension isn't loaded."""
     manager = getattr(ipython_shell(), "magics_manager", None)
     return manager.registry.get("MemoryMagics") if manager is not None else None
-
-
-def _cell_html(cell: CellUse, budget_bytes: int | None) -> str:
-    """Return a cell's picture. Its events are read from disk and not kept, because all cells together may be large."""
-    try:
-        use = vars(cell).get("use") or open_memory(cell.file)
-    except ToolkitError as error:  # its file is gone, but other cells can be shown
-        return f'<p class="tk-note">{escape(str(error))}</p>'
-    return memory_picture.line_html(use, budget_bytes, is_open=True)

@@ -13,7 +13,7 @@ from IPython.display import HTML
 
 from toolkit.core.errors import ToolkitError
 from toolkit.core.files import at_home
-from toolkit.core.units import bytes_text, parse_bytes
+from toolkit.core.units import bytes_text, parse_bytes, plural
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.ui.magics.shared import Parser, awaits, displayed_later, failure_of, plain, show, silenced
@@ -150,9 +150,9 @@ class MemoryMagics(Magics):
         if self.session is None or not self.session.cells:
             print(f"No cell has been measured.\n{USAGE}" if self.recorder is None else "No cell has finished since %memory on.")
             return
-        from toolkit.ui.memory.picture import line_html, session_html
+        from toolkit.ui.memory.picture import cell_html, session_html
 
-        details = [line_html(cell.read(), self.budget_bytes, is_open=True) for cell in self.session.cells]
+        details = [cell_html(cell, self.budget_bytes) for cell in self.session.cells]
         show(HTML(session_html(self.session.cells, details, self.budget_bytes)))  # type: ignore[no-untyped-call]
         if self.session.problem:
             print(self.session.problem)
@@ -231,7 +231,8 @@ class MemoryMagics(Magics):
         found = list(saved_sessions())
         for folder in found:
             cells = Session.open(folder).cells
-            print(f"{folder.name}: {len(cells)} cells, {peak_words(cells)}\n  %memory open {shlex.quote(str(folder))}")
+            print(f"{folder.name}: {plural(len(cells), 'cell')}, {peak_words(cells)}")
+            print(f"  %memory open {shlex.quote(str(folder))}")
         if not found:
             print("There are no saved sessions. %memory on starts one.")
 

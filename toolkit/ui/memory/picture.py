@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from functools import cache
 from html import escape
 
+from toolkit.core.errors import ToolkitError
 from toolkit.core.units import bytes_text, plural
 from toolkit.trace.ledger import UNOWNED
 from toolkit.ui.assets import style_of
 from toolkit.ui.memory.drawing import NEAR, CellRow, colors, label, limit_of, step_of, svg
 from toolkit.ui.memory.view import Holding, MemoryView, Moment
 from toolkit.vram.measure import HOST_ONLY, MemoryUse
+from toolkit.vram.sessions import CellUse
 
 __all__ = ["html", "line_html", "session_html", "svg"]
 _MOST_ROWS = 12  # rows of the table of holders at the peak
@@ -203,6 +205,15 @@ def _who(row: Holding) -> str:
 
 
 # ---- the cells of a session
+
+
+def cell_html(cell: CellUse, budget_bytes: int | None) -> str:
+    """Return a cell's picture. Its events are read from disk and not kept, because all cells together may be large."""
+    try:
+        use = cell.read()
+    except ToolkitError as error:  # its file is gone or damaged, but other cells can be shown
+        return f'<p class="tk-note">{escape(str(error))}</p>'
+    return line_html(use, budget_bytes, is_open=True)
 
 
 def peak_words(rows: Sequence[CellRow]) -> str:
