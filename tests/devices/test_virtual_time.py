@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -356,3 +357,18 @@ class TestModule:
         elsewhere = torch.Event("cpu")
         assert isinstance(elsewhere, torch.Event)
         assert not isinstance(elsewhere, torch.vgpu.Event)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [("decode", 0), ("0", "decode"), (1.5, "decode"), (None, "decode"), (-1, "decode"), (1 << 31, "decode"), (0, 5)],
+)
+@pytest.mark.parametrize("kind", ["cpu", "virtual:h200"])
+def test_a_step_without_a_number_or_a_name_is_refused_where_it_begins(kind, step, name):
+    device = open_device(kind)
+    with device.record() as trace:
+        with pytest.raises(RecorderError, match=r"^marking step .* Write device\.step\(3, \"decode\"\)"):
+            device.step(step, name)
+        with device.step(np.int64(2), "decode"):
+            pass
+    assert [(mark.step, mark.name) for mark in trace.marks()] == [(2, "decode")]

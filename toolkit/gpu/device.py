@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.core.blocks import block
-from toolkit.core.errors import DeviceError, RecorderError
+from toolkit.core.errors import DeviceError, RecorderError, brief
 from toolkit.core.signals import signals_deferred
 from toolkit.trace.events import Trace
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from toolkit.gpu.catalogue import GpuSpec
 
 
+_LAST_STEP = (1 << 31) - 1
 _USE_A_GPU = 'Use "cuda" or "virtual:h200"'
 
 
@@ -112,9 +114,24 @@ class Device(ABC):
     def stop(self) -> Trace:
         """Stop recording, and return the events since `start`."""
 
-    @abstractmethod
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """Return a context manager: events caused inside belong to decode step `step`, which is marked as `name`."""
+        """Return a context manager: events caused inside, on this thread, belong to decode step `step`, marked as `name`.
+
+        Raises RecorderError unless `step` is a whole number of at least 0 and `name` a str.
+        """
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= _LAST_STEP or not isinstance(name, str):
+            asked = f"marking step {brief(step)} with the name {brief(name)}"
+            found = "this is no name" if 0 <= number <= _LAST_STEP else f"the number of a step is from 0 to {_LAST_STEP:,}"
+            raise RecorderError(asked, found, 'Write device.step(3, "decode")')
+        return self._mark(number, name)
+
+    @abstractmethod
+    def _mark(self, step: int, name: str) -> AbstractContextManager[None]:
+        """Return the context manager of `step`."""
 
     @abstractmethod
     def sync(self) -> None:

@@ -114,7 +114,7 @@ class CudaGpu(Device):
         }  # fmt: skip
         return read_events(profiler.kineto_results.events(), session, meta | distributed.described(session.shard))
 
-    def step(self, step: int, name: str) -> AbstractContextManager[None]:
+    def _mark(self, step: int, name: str) -> AbstractContextManager[None]:
         """Mark a decode step; other profilers see its range as "toolkit.step N name"."""
         return _step(self._session.ranges if self._session else None, step, name)
 
@@ -241,8 +241,7 @@ class Cpu(Device):
         meta = {"device": "cpu", "torch": torch.__version__, "clock": self.clock, "sizes_only": False}
         return builder.build({**meta, **distributed.described(shard), "steps_from": "marks" if ranges else None})
 
-    def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """Mark a decode step."""
+    def _mark(self, step: int, name: str) -> AbstractContextManager[None]:
         return _step(self._ranges, step, name)
 
     def sync(self) -> None:

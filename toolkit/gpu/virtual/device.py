@@ -129,8 +129,7 @@ class VirtualGpu(Device):
             }
         )  # fmt: skip
 
-    def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """Assign events caused inside, on this thread, to decode step `step`, which is marked as `name`."""
+    def _mark(self, step: int, name: str) -> AbstractContextManager[None]:
         return self.machine.step(step, name)
 
     @contextmanager
