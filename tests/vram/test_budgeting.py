@@ -322,6 +322,12 @@ def test_an_error_in_a_group_says_who_held_what(gpu):
     assert note.startswith("Where the memory went:\n32.0 MiB requested by")
 
 
+def test_without_any_memory_in_use_no_list_of_it_is_begun(gpu, empty_card):
+    with pytest.raises(torch.OutOfMemoryError) as info, tk.budget("16 MiB"):
+        ones(32)
+    assert info.value.__notes__[0].endswith("of 16.0 MiB, 0 B were allocated and 16.0 MiB free: 16.0 MiB short.")
+
+
 def test_budgets_nest_and_come_back(gpu):
     with tk.budget("128 MiB"):
         with tk.budget("64 MiB"):

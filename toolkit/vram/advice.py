@@ -76,11 +76,9 @@ class Shortage:
         free = bytes_text(max(self.limit_bytes - self.held_bytes, 0))
         short = f": {bytes_text(self.missing_bytes)} short." if self.missing_bytes else _NOT_SHORT[self.exact]
         by = f" by {self.where}" if self.where else ""
-        lines = [
-            f"{asked} requested{by}; of {limit}, {held} were allocated and {free} free{short}",
-            "Allocated at that moment:",
-            *(f"  {holder}" for holder in self.holders),
-        ]
+        lines = [f"{asked} requested{by}; of {limit}, {held} were allocated and {free} free{short}"]
+        if self.holders:
+            lines += ["Allocated at that moment:", *(f"  {holder}" for holder in self.holders)]
         if self.proposals:
             lines += ["What would help:", *(f"  {proposal}" for proposal in self.proposals)]
         return "\n".join(lines)
