@@ -317,6 +317,26 @@ def test_paths_that_name_no_file(path: Any) -> None:
         TraceBuilder().build({}).to_html(path)
 
 
+@pytest.mark.parametrize("name", ["closed", "closed/a.trace"])
+def test_folders_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    TraceBuilder().build({}).save(closed / "a.trace")
+    closed.chmod(0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # its parents may be closed to other users
+    root = os.geteuid() == 0
+    try:
+        if root:  # who may read everything
+            os.seteuid(65534)
+        with pytest.raises(TraceError, match=rf"^opening the trace '{name}': it can't be read \(Permission denied\)"):
+            open_trace(name)
+    finally:
+        if root:
+            os.seteuid(0)
+        closed.chmod(0o755)
+
+
 def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):

@@ -83,7 +83,7 @@ class Lines:
     def _file(self, name: str) -> Path:
         if name not in self._files:
             folders = (Path.cwd(), *map(Path, sys.path))
-            self._files[name] = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            self._files[name] = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
         return self._files[name] or Path(name)
 
 

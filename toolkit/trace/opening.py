@@ -46,7 +46,7 @@ def open_trace(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         return _open_ranks(list(path), f"opening the traces of {len(path)} ranks")
     asked = f"opening the trace {shown(path)}"
     file = check_path(path, asked, TraceError)
-    if file.is_dir():
+    if os.path.isdir(file):
         return _open_ranks(_in_folder(file, asked), asked)
     if not os.path.exists(file):
         file = shipped_file(file) or file
@@ -86,7 +86,10 @@ def _open_ranks(files: Sequence[str | os.PathLike[str]], asked: str) -> Trace:
 
 def _in_folder(folder: Path, asked: str) -> list[Path]:
     """Return the trace files in a folder, in the order of their names with numbers as numbers."""
-    files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and not file.name.startswith(".")]
+    try:
+        files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and not file.name.startswith(".")]
+    except OSError as error:
+        raise TraceError(asked, f"it can't be read ({error.strerror})", "Check the path and its permissions") from error
     if not files:
         raise TraceError(asked, f"a folder without files that end in {', '.join(_SUFFIXES)}", "Give the files of the ranks")
     return sorted(

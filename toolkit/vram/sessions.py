@@ -172,7 +172,7 @@ def saved_sessions() -> Iterator[Path]:
         folders = sorted(sessions_folder().iterdir(), reverse=True)
     except OSError:
         return
-    yield from (folder for folder in folders if (folder / _CELLS).is_file())
+    yield from (folder for folder in folders if os.path.isfile(folder / _CELLS))
 
 
 class Recorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -238,7 +239,7 @@ class MemoryMagics(Magics):
 
     def _open(self, words: list[str]) -> None:
         path = at_home(" ".join(words)) if words else None
-        if path is not None and path.is_file():
+        if path is not None and os.path.isfile(path):
             from toolkit.vram.measure import open_memory
 
             show(open_memory(path).timeline())
