@@ -74,6 +74,16 @@ def test_kernels_without_arguments_get_those_of_the_call_that_launched_them(tmp_
     assert (trace["bytes"].tolist(), trace["seq"].tolist(), trace["group_size"].tolist()) == ([10752], [11], [2])
 
 
+@pytest.mark.parametrize("args", [{"Seq": 1 << 80}, {"dtype": 5}, {"In msg nelems": -2, "Out msg nelems": -2}])
+def test_arguments_of_other_types_beside_the_kernels_leave_those_alone(tmp_path, args):
+    bare, said = collective(10, 4), collective(10, 4)["args"] | {"External id": 7} | args
+    bare["args"] = {"device": 0, "stream": 7, "External id": 7}
+    call = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 1, "tid": 1, "ts": 9, "dur": 1, "args": said}
+    with pytest.warns(UserWarning, match="1 event has unexpected fields and is left out"):
+        trace = tk.open_trace(write_rank(tmp_path / "a.json", 0, 2, [bare, call]))
+    assert (trace.text("operation"), trace["bytes"].tolist()) == (["all_reduce"], [0])
+
+
 def test_collectives_without_numbers_are_numbered_in_their_group(tmp_path):
     events = [collective(10 * i, 4, seq=None, **{"Process Group Name": "ab"[i % 2]}) for i in range(5)]
     trace = tk.open_trace(write_rank(tmp_path / "a.json", 0, 2, events))

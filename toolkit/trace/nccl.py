@@ -85,6 +85,8 @@ def of_arguments(args: Mapping[str, Any], kernel: Communication) -> tuple[Commun
     name = args.get("Collective name")
     operation = operation_of(_text(name)) if name else kernel.operation
     size = item_bytes(_text(args.get("dtype", ""))) * max(_number(args, "In msg nelems", 0), _number(args, "Out msg nelems", 0))
+    if size < 0:
+        raise ValueError(f"a size of {size} bytes")
     group = args.get("Process Group Name")
     peer = {"send": "Dst Rank", "recv": "Src Rank"}.get(operation or "", "")
     seq = -1 if operation in PEER else _number(args, "Seq")  # sends and receives are counted apart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +43,13 @@ class Comms:
         self._waiting: list[tuple[int, int, Any, Communication]] = []  # row, communication, external id, found in the name
 
     def record(self, args: dict[str, Any]) -> None:
-        """Keep the arguments of a `record_param_comms` for the kernels that it launched."""
+        """Keep the arguments of a `record_param_comms` for the kernels that it launched.
+
+        Raises TypeError, ValueError or OverflowError, and keeps nothing, if an argument has another type.
+        """
         if "Collective name" in args and type(args.get("External id")) is int:
+            found, _ = of_arguments(args, Communication())
+            array("q", found[3:])
             self._recorded[args["External id"]] = args
 
     def of_kernel(self, found: Communication, args: dict[str, Any]) -> tuple[str, int, int, int]:
