@@ -372,3 +372,12 @@ def test_a_step_without_a_number_or_a_name_is_refused_where_it_begins(kind, step
         with device.step(np.int64(2), "decode"):
             pass
     assert [(mark.step, mark.name) for mark in trace.marks()] == [(2, "decode")]
+
+
+def test_a_recording_inside_another_one_is_read_when_both_have_ended(gpu):
+    with gpu.record() as outer:
+        with gpu.record() as inner:
+            big(8)
+        with pytest.raises(RecorderError, match="its recording, or one around it, has not ended"):
+            inner.copies()
+    assert len(inner) == len(outer) > 0

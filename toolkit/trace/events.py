@@ -115,7 +115,7 @@ class Trace:
     def columns(self) -> dict[str, NDArray[Any]]:
         """All columns by name. Raises RecorderError if the recording has not ended."""
         if self._columns is None:
-            raise RecorderError("reading a trace", "its recording has not ended", "Leave the `with tk.record(...)` block first")
+            raise RecorderError("reading a trace", "its recording, or one around it, has not ended", "Leave these blocks first")
         return self._columns
 
     def __len__(self) -> int:
