@@ -352,6 +352,15 @@ def test_damaged_and_obsolete_baselines(run, pytester):
         assert file.read_text() == damage
 
 
+def test_obsolete_baselines_in_folders_are_told_apart(run, pytester):
+    for folder in ("a", "b"):
+        (pytester.mkdir(folder) / f"test_{folder}.py").write_text("def test_else(): pass")
+        (pytester.mkdir(f"{folder}/toolkit_baselines") / f"test_{folder}.json").write_text(
+            '{"format": "toolkit-baselines", "version": 1, "tests": {"test_it": {}}}'
+        )
+    run(None).stdout.fnmatch_lines(["baselines: 2 tests no longer exist (a/test_a.py::test_it, b/test_b.py::test_it)*"])
+
+
 MARKING = """
 import pytest
 

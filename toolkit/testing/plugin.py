@@ -11,6 +11,7 @@ every run, so it imports nothing but pytest: PyTorch is imported by the first te
 from __future__ import annotations
 
 import linecache
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -310,7 +311,8 @@ class _Session:
                     self.wrote += baselines.write(file, kept)
                 except ToolkitError as error:
                     self.unwritten.append(str(error))
-            self.obsolete += [] if update else [f"{module.name}::{name}" for name in old]
+            path = Path(os.path.relpath(module, self.config.rootpath)).as_posix()
+            self.obsolete += [] if update else [f"{path}::{name}" for name in old]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         broken = [(r, problem) for r in self.reports if r["failed"] for problem in r["problems"]]  # not those of xfail
