@@ -228,11 +228,11 @@ def _events(trace: Trace, device: int) -> _Events:
     rows = np.flatnonzero(trace.is_kind("alloc", "free") & (trace["device"] == device))
     takes = trace.is_kind("alloc")[rows]
     if not takes.any():
-        raise TraceError(_ASKED, f"it has no allocations on GPU {device}", "Record the run with tk.record(gpu)")
+        raise TraceError(_ASKED, f"it has no allocations on GPU {device}", "Measure work on a GPU with tk.memory")
     addresses = trace["address"][rows]
     if (addresses < 0).any():
         found = f"{int((addresses < 0).sum()):,} of its allocations and frees have no address"
-        raise TraceError(_ASKED, found, "Record the run again, because recordings of older versions have no addresses")
+        raise TraceError(_ASKED, found, "Measure the run again, because files of older versions have no addresses")
     requested = trace["requested"][rows]
     sizes = np.where(requested < 0, trace["bytes"][rows], requested)
     streams = np.maximum(trace["stream"][rows], 0)
