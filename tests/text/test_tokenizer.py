@@ -376,10 +376,12 @@ def test_tokens_that_only_the_config_adds(tmp_path: Path, flags: dict[str, bool]
     ids = ours.encode("Call <tool>x</tool>, please")
     assert ids == theirs("Call <tool>x</tool>, please")["input_ids"]
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    for wrong, says in ({"770": added["768"]}, "the id 770, which is not the next free one"), ({"x": 1}, "can't be built"):
-        path.write_text(json.dumps({"added_tokens_decoder": wrong}))
-        with pytest.raises(FormatError, match=says):
-            tokenizers.from_folder(tmp_path)
+    path.write_text(json.dumps({"added_tokens_decoder": {"770": added["768"]}}))
+    with pytest.warns(UserWarning, match=r"the id 770, which is not the next free one\. It has the id 768"):
+        tokenizers.from_folder(tmp_path)
+    path.write_text(json.dumps({"added_tokens_decoder": {"x": 1}}))
+    with pytest.raises(FormatError, match="can't be built"):
+        tokenizers.from_folder(tmp_path)
 
 
 BAD_TEMPLATES = {

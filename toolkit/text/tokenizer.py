@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from toolkit.core.callers import warn
 from toolkit.core.errors import FormatError, ModelError, ToolkitError, brief, kind_of
 from toolkit.core.files import read_regular
 from toolkit.core.numbers import integer
@@ -236,8 +237,10 @@ def _add_stated(inner: tokenizers.Tokenizer, config: Mapping[str, Any], asked: s
             flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
             inner.add_tokens([AddedToken(text, **{flag: token[flag] for flag in flags if flag in token})])
             if inner.token_to_id(text) != number:
-                found = f"tokenizer_config.json gives the token {text!r:.60} the id {number:,}, which is not the next free one"
-                raise FormatError(asked, found, "Get both files from the checkpoint's source again")
+                warn(
+                    f"{asked}: tokenizer_config.json gives the token {text!r:.60} the id {number:,}, which is not the next "
+                    f"free one. It has the id {inner.token_to_id(text):,}, as in transformers."
+                )
 
 
 def _optional(path: Path) -> dict[str, Any]:
