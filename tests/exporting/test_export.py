@@ -73,10 +73,21 @@ def test_a_plan_of_a_package_has_its_name_and_context(loaded):
     assert tk.plan(loaded, "h200", context=64, kv=None).context == 64
 
 
+def test_a_plan_of_a_package_is_that_of_its_model(model, loaded):
+    for device in ("h200", "cpu"):
+        plan = tk.plan(loaded, device)
+        assert plan.run == tk.plan(model, device, context=CONTEXT, prefill_chunk=loaded.chunk).run
+        assert set(plan.gpus().longest_context) == {CONTEXT}
+    with pytest.raises(ModelError, match="this model supports 2 to 512 tokens"):
+        tk.plan(loaded, "h200", context=CONTEXT + 1)
+
+
 def test_pieces_of_gemma4_compute_what_the_model_computes():
     """As traced: `test_e2b` compiles pieces like these."""
     ours = tk.load("demo/gemma4", device="cpu", progress=False)
     made = traced_package(ours, CONTEXT)
+    plan, own = tk.plan(made, "h200"), tk.plan(ours, "h200", context=CONTEXT)
+    assert (plan.run[2], plan.chunk) == (own.run[2], made.chunk)
     assert tokens(made) == tokens(ours)
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS)
 
@@ -85,6 +96,9 @@ def test_pieces_of_a_model_with_experts_in_int8():
     """As traced: the next test compiles pieces like these."""
     ours = tk.load("demo/qwen3.5-moe", device="cpu", progress=False, scheme="int8")
     made = traced_package(ours, CONTEXT, "int8")
+    for kv in ("auto", None, "int8"):
+        plan = tk.plan(made, "h200", kv=kv)
+        assert (plan.kv, plan.run[2]) == ("int8", tk.plan(ours, "h200", context=CONTEXT, kv="int8").run[2])
     assert tokens(made) == tokens(ours, kv="int8")
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS, kv="int8")
     with pytest.raises(ModelError, match="exported with kv='int8'"):

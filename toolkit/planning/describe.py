@@ -87,7 +87,7 @@ def plan(
         budget: GPU memory for the export, in bytes or as text ("4 GiB").
         context: tokens in the KV cache (default: 4,096, or that of a package).
         kv: format of keys and values. "none" (or None) is plain, "auto" the first of plain, "int8", "k4v8" and "int4" that
-            fits.
+            fits. A package has its own format.
         run_budget: GPU memory for running (default: all memory of the GPU).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
@@ -114,6 +114,7 @@ def plan(
     elif package := getattr(model, "package", None):
         shapes, own = [model], package.name
         context = getattr(model, "context", None) if context is None else context
+        kv = getattr(model, "kv", None) if kv in (None, "auto") else kv
     else:
         shapes, own = [model], type(model).__module__.rpartition(".")[2]
     if levers is not None and not isinstance(levers, Levers):

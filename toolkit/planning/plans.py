@@ -19,6 +19,7 @@ from toolkit.core.errors import BudgetError, ModelError, brief
 from toolkit.core.numbers import integer
 from toolkit.core.units import MiB, bytes_text
 from toolkit.core.workers import processors
+from toolkit.decode.prefix import most_positions
 from toolkit.gpu.catalogue import GpuSpec, find_specs
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.report import unquantized_text
@@ -226,7 +227,7 @@ def plan_of(
 
     `prefill_chunk` is the number of prompt tokens processed at once (default: as `tk.generate`).
     """
-    most = models[0].config.max_position_embeddings
+    most = most_positions(models[0])
     wanted = min(4096, most) if context is None else context
     context = integer(wanted, 2, most)
     if context is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.decode.prefix import most_positions
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.models import chunks
@@ -15,7 +16,7 @@ from toolkit.models.model import CausalLM
 from toolkit.ops.codes import Codebook, dequantized_bytes
 from toolkit.weights.packed import PackedMatrix
 
-SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed
+SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed; those of packages have more
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Sizes:
     itemsize: int  # of the model's dtype
     vocab: int
     positions: int  # maximum context of the model
+    most_tokens: int  # maximum that are processed at once; a package was compiled for a number
 
     def state_bytes(self, context: int) -> int:
         """Return the bytes of a cache for `context` tokens: keys, values, recurrent states, rotary tables, slot indices."""
@@ -62,15 +64,17 @@ class Sizes:
 
     def chunk(self, card: GpuSpec | None) -> int:
         """Return the number of prompt tokens that the model processes at once on `card`, or on the CPU if it is None."""
-        return chunks.LEAST if card is None else chunks.chunk_for(self.token_bytes, card.memory_bytes)
+        found = chunks.LEAST if card is None else chunks.chunk_for(self.token_bytes, card.memory_bytes)
+        return min(found, self.most_tokens)
 
 
 def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
-    """Return the sizes of a model, which may be on "meta"; `kv` as in `tk.generate`. Allocates a cache of two slots."""
+    """Return the sizes of a model, which may be on "meta"; `kv` as in `tk.generate`. Allocates a small cache."""
     plain = model.dtype.itemsize
     packed = [m for m in model.modules() if isinstance(m, PackedMatrix)]
     config: Any = model.config
     cache = model.new_cache(SLOTS, kv)
+    slots = len(cache.slots)
     states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
     states += [(table[0].nbytes, None) for table in cache.ropes.values()]
     fixed: list[int] = []
@@ -85,7 +89,7 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
                 fixed.append(tensor.nbytes)
             else:
                 window = config.sliding_window if isinstance(state, Ring) else None
-                states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else SLOTS), window))
+                states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else slots), window))
     fixed += [table.nbytes for table in (book.tensors() if book is not None else ())]
     cache.free()
     return Sizes(
@@ -93,7 +97,7 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
         table=model.vocab.held * config.hidden_size * plain,
         largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
         heads=heads, coded=coded, queries=queries, itemsize=plain,
-        vocab=config.vocab_size, positions=config.max_position_embeddings,
+        vocab=config.vocab_size, positions=most_positions(model), most_tokens=getattr(model, "chunk", chunks.MOST),
     )  # fmt: skip
 
 
