@@ -210,6 +210,21 @@ def test_the_plan_in_words_and_as_a_table(gemma):
     assert (table.device_bytes > 0).all()
 
 
+def test_no_budget_is_larger_than_the_card(gemma):
+    big = "300 GiB"
+    assert not tk.plan(gemma, "virtual:8GiB", context=4096, run_budget=big).fits
+    plan = tk.plan("demo/qwen3", "rtx-4090", run_budget=big)
+    assert plan.spare_bytes == plan.card.memory_bytes - plan.run_bytes
+    assert plan.run == tk.plan("demo/qwen3", "rtx-4090").run
+    for budget in (None, big):
+        plan = tk.plan(gemma, "rtx-4090", budget, context=4096, levers=NONE)
+        assert (plan.fits, plan.fits_on("rtx-4090")[0]["can_export"]) == (False, False)
+        with pytest.raises(tk.BudgetError, match=r"exporting .* within 23\.6 GiB: .* Use a larger card, or switch on weights"):
+            plan.check()
+    with pytest.raises(tk.BudgetError, match=r"within 4\.00 GiB: .* a budget of at least .* MiB. and a larger card, or switch"):
+        tk.plan(gemma, "rtx-4090", "4 GiB", context=4096, levers=NONE).check()
+
+
 def test_a_plan_says_how_much_memory_it_leaves(gemma):
     def said(plan):
         return next(line for line in repr(plan).splitlines() if line.startswith("fits"))

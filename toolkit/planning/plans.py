@@ -233,8 +233,8 @@ def plan_of(
     if context is None:
         supported = f"this model supports 2 to {most:,} tokens"
         raise ModelError(f"a plan for a context of {brief(wanted)}", supported, "Choose a number in this range")
-    has = _host_bytes() if card is None else card.memory_bytes
-    whole = has if run_budget is None else run_budget
+    has = _memory(card)
+    whole = has if run_budget is None else min(run_budget, has)
     tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
     for one in tried:
         try:
@@ -250,7 +250,7 @@ def plan_of(
         run = _run(sizes, context, chunk, card)
         if _peak(run, card) <= whole:
             break
-    compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
+    compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else min(budget, has))
     export = _export(sizes, context, levers, compilers)
     found = Plan(
         name, card, context, budget, whole, chosen, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk,
@@ -345,25 +345,28 @@ def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
 
 
 def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
-    if plan.budget_bytes is not None and plan.export_peak_bytes > plan.budget_bytes:
+    has, larger = _memory(plan.card), "more memory" if plan.card is None else "a larger card"
+    most = has if plan.budget_bytes is None else min(plan.budget_bytes, has)
+    if plan.export_peak_bytes > most:
         worst = max(plan.export, key=lambda p: p.host_bytes if plan.card is None else p.device_bytes)
         off = [f.name for f in fields(Levers) if not getattr(plan.levers, f.name)]
+        budget = f'a budget of at least "{-(-plan.export_peak_bytes // MiB)} MiB"'
+        more = [name for lacks, name in ((most < has, budget), (plan.export_peak_bytes > has, larger)) if lacks]
         pull = f", or switch on {', '.join(off)}" if off else ""
         yield BudgetError(
-            f"exporting {plan.model} within {bytes_text(plan.budget_bytes)}",
+            f"exporting {plan.model} within {bytes_text(most)}",
             f"it needs {bytes_text(plan.export_peak_bytes)} in the phase {worst.name!r} ({_listed(worst, plan.card)})",
-            f'Use a budget of at least "{-(-plan.export_peak_bytes // MiB)} MiB"{pull}',
-            budget_bytes=plan.budget_bytes,
+            f"Use {' and '.join(more)}{pull}",
+            budget_bytes=most,
             needed_bytes=plan.export_peak_bytes,
         )
     if plan.run_bytes > plan.run_budget_bytes:
         longest = longest_context(plan.sizes, plan.card, plan.run_budget_bytes, plan.chunk)
         worst = max(plan.run, key=lambda p: p.device_bytes)
-        larger = "more memory" if plan.card is None else "a larger card"
         do = f"Lower context to {longest:,}" if longest else f"Use a smaller scheme or {larger}: not even 256 tokens fit"
         codes = next((kv for kv in KV_SCHEMES if _fits_with(kv, plan, models)), None) if plan.kv is None else None
         do += f', or use kv="{codes}"' if codes else ""
-        if plan.run_bytes <= (_host_bytes() if plan.card is None else plan.card.memory_bytes):
+        if plan.run_bytes <= has:
             do += f', or use a run_budget of at least "{-(-plan.run_bytes // MiB)} MiB"'
         yield BudgetError(
             f"running {plan.model} at context {plan.context:,} on {plan.where}",
@@ -388,6 +391,11 @@ def _listed(phase: Phase, card: GpuSpec | None) -> str:
     if card is None:
         return f"host memory, {bytes_text(HOST_BASE)} of it for PyTorch"
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(phase.parts.items(), key=lambda item: -item[1]))
+
+
+def _memory(card: GpuSpec | None) -> int:
+    """Return the memory of a GPU, or of this machine if `card` is None."""
+    return _host_bytes() if card is None else card.memory_bytes
 
 
 def _host_bytes() -> int:
