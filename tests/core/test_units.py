@@ -3,6 +3,7 @@
 import io
 import sys
 
+import numpy as np
 import pytest
 
 from toolkit.core.errors import ToolkitError, brief
@@ -56,6 +57,7 @@ def test_seconds_text(s, text):
         ("24 GiB", 24 * GiB), ("8GiB", 8 * GiB), ("8 gb", 8 * 10**9), ("8e9", 8 * 10**9), (8e9, 8 * 10**9), (0, 0), ("0", 0),
         ("1.5 MiB", 3 * MiB // 2), (".5kib", 512), ("1,024", 1024), (" 7 B ", 7), ("3 k", 3000), ("2T", 2 * 10**12), (17, 17),
         ("1,234,567.5 kB", 1_234_567_500), ("0.3 KiB", 307), (8e9 / 3, 2_666_666_666), (0.0, 0), (2.0, 2),
+        (np.int64(1 << 59), 1 << 59), (np.uint32(17), 17), (np.float32(8e9), 8 * 10**9),
     ],
 )  # fmt: skip
 def test_parse_bytes(value, n):
@@ -67,7 +69,7 @@ def test_parse_bytes(value, n):
     [
         "", "GiB", "-1 GiB", "8 GiBs", "8 8", "one", None, True, [8], -1, float("nan"), float("inf"), "1e", 10**5000,
         "4,5 GiB", "1,5", "0,25 GB", "0,512 MiB", "1,0240", "1234,567", ",024", "1,024,", "1.5,000",
-        0.5, 1.5, 1e-9, "0.5", "1.5 B", "0.0001 KiB",
+        np.bool_(True), np.int64(-1), np.float32("nan"), np.float32(1.5), 0.5, 1.5, 1e-9, "0.5", "1.5 B", "0.0001 KiB",
     ],
     ids=brief,
 )  # fmt: skip

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from toolkit.core.errors import ToolkitError, brief
+from toolkit.core.numbers import integer, real
 
 if TYPE_CHECKING:
     import torch
@@ -91,18 +92,19 @@ def parse_bytes(value: int | float | str) -> int:
     GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. A comma separates thousands ("1,024 MB"). Raises
     ToolkitError for anything else, also for 0.5 and 1.5, which are hardly meant in bytes.
     """
-    found, scale = None, 1
+    found: float | None = None
+    scale = 1
     if isinstance(value, str):
         number = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+)(?:e[+-]?[0-9]+)?"
         match = re.fullmatch(rf"\s*({number})\s*([a-z]*)\s*", value.lower())
         if match and match[2] in _SCALES:
             scale = _SCALES[match[2]]
             found = float(match[1].replace(",", "")) * scale
-    elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
-        found = value
-    if found is not None and found < 1e18 and not (found % 1 and found < (KiB if scale == 1 else 1)):
+    else:
+        found = real(value) if (whole := integer(value)) is None else whole
+    if found is not None and 0 <= found < 1e18 and not (found % 1 and found < (KiB if scale == 1 else 1)):
         return int(found)
-    what = "not a number of bytes" if found is None or found >= 1e18 else "not a whole number of bytes"
+    what = "not a number of bytes" if found is None or not 0 <= found < 1e18 else "not a whole number of bytes"
     raise ToolkitError(f"a size of {brief(value)}", what, 'Write it as "24 GiB", "8 GB" or a number of bytes')
 
 
