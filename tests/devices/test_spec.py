@@ -126,6 +126,8 @@ def test_gpus_are_found_by_spec_or_key():
     assert find_specs(iter([small, "h200"])) == [small, h200]
     with pytest.raises(UnknownNameError, match="'h300'"):
         find_specs(["h200", "h300"])
+    with pytest.raises(UnknownNameError, match="GPU 5: no such name"):
+        find_specs(5)  # type: ignore[arg-type]
 
 
 def test_a_spec_is_frozen():

@@ -97,8 +97,11 @@ def test_what_if_has_a_row_for_each_card_and_settings():
     assert frame["settings"].tolist() == ["default"] * 2 + ["expandable_segments:True"] * 2
     assert frame["smallest_bytes"][0] == 30 * GiB + CONTEXT_BYTES
     assert frame["asked_bytes"][1] == 30 * GiB
-    with pytest.raises(UnknownNameError, match="h200"):
-        what_if(recorded(("alloc", 1, 1)), gpus=["h20"])
+    for unknown in ("h20", ["h20"], 5):
+        with pytest.raises(UnknownNameError, match="h200"):
+            what_if(recorded(("alloc", 1, 1)), gpus=unknown)
+    one = what_if(recorded(("alloc", 1, 1)), gpus="l4")
+    assert what_if(recorded(("alloc", 1, 1)), gpus=CATALOGUE["l4"]).equals(one)
     assert set(what_if(recorded(("alloc", 1, 1)), settings=["max_split_size_mb:64"])["gpu"]) == set(CATALOGUE)
 
 

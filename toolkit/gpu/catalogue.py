@@ -302,10 +302,13 @@ CATALOGUE = Catalogue(
 """All GPUs of the catalogue by key."""
 
 
-def find_specs(cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> list[GpuSpec]:
+Gpus = Iterable[GpuSpec | str] | GpuSpec | str | None  # as `find_specs` takes them
+
+
+def find_specs(cards: Gpus = None) -> list[GpuSpec]:
     """Return GPUs, each given as a spec or by its key, or one of them; None means the catalogue.
 
     Raises UnknownNameError for an unknown key.
     """
-    given = CATALOGUE if cards is None else [cards] if isinstance(cards, GpuSpec | str) else cards
+    given = CATALOGUE if cards is None else cards if isinstance(cards, Iterable) and not isinstance(cards, str) else [cards]
     return [card if isinstance(card, GpuSpec) else CATALOGUE[card] for card in given]

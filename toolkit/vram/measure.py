@@ -28,6 +28,7 @@ from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
 from toolkit.gpu.allocation_log import log
+from toolkit.gpu.catalogue import Gpus
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.trace.events import Trace, TraceBuilder
@@ -196,10 +197,10 @@ class MemoryUse:
         """Return what to do to count the memory, if none of a GPU was counted; otherwise ""."""
         return _HOST_ADVICE if self.device in HOST_ONLY else ""
 
-    def what_if(self, gpus: str | Iterable[str] | None = None, settings: str | Iterable[str] | None = None) -> pd.DataFrame:
+    def what_if(self, gpus: Gpus = None, settings: str | Iterable[str] | None = None) -> pd.DataFrame:
         """Replay the allocations on other GPUs and with other allocator settings: one row per pair.
 
-        `gpus` are keys of the catalogue, or one of them (default: all). `settings` are texts in the syntax of
+        `gpus` are GPUs of the catalogue or their keys, or one of them (default: all). `settings` are texts in the syntax of
         PYTORCH_CUDA_ALLOC_CONF, or one of them (default: PyTorch's defaults, and expandable segments). The columns include
         `fits`, `peak_allocated_bytes`, `peak_reserved_bytes`, where the replay fails (`fails_at`, `fails_cell`, `fails_step`)
         with which request (`asked_bytes`), and `smallest_bytes`: the memory of the smallest GPU on which the block fits with

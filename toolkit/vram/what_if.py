@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.core.errors import TraceError, unknown_name
+from toolkit.core.errors import TraceError
 from toolkit.core.units import MiB, bytes_text
-from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.catalogue import Gpus, find_specs
 from toolkit.gpu.virtual.allocator.blocks import Block, Blocks, Settings
 from toolkit.trace.columns import KINDS
 from toolkit.trace.events import Trace, TraceBuilder
@@ -129,33 +129,32 @@ def replay(
 
 
 def what_if(
-    trace: Trace, gpus: str | Iterable[str] | None = None, settings: Settings | str | Iterable[Settings | str] | None = None, *,
-    context_bytes: int = CONTEXT_BYTES, device: int = 0,
+    trace: Trace, gpus: Gpus = None,
+    settings: Settings | str | Iterable[Settings | str] | None = None, *, context_bytes: int = CONTEXT_BYTES, device: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Replay `trace` on several cards of the catalogue and with several settings: one row per pair.
 
-    `gpus` are names of the catalogue, or one of them (default: all). `settings` are Settings, or texts in the syntax of
-    PYTORCH_CUDA_ALLOC_CONF, or one of them (default: PyTorch's defaults, and expandable segments). Columns: gpu,
+    `gpus` are GPUs of the catalogue or their keys, or one of them (default: all). `settings` are Settings, or texts in the
+    syntax of PYTORCH_CUDA_ALLOC_CONF, or one of them (default: PyTorch's defaults, and expandable segments). Columns: gpu,
     capacity_bytes, settings, fits, peak_allocated_bytes, peak_reserved_bytes, fragmentation, fails_at, fails_cell, fails_step,
     asked_bytes, and smallest_bytes: the memory of the smallest card on which the run fits with these settings, including the
     CUDA context. Raises UnknownNameError for an unknown card.
     """
     import pandas as pd
 
-    names = list(CATALOGUE if gpus is None else [gpus] if isinstance(gpus, str) else gpus)
-    for name in names:
-        if name not in CATALOGUE:
-            raise unknown_name("GPU", name, CATALOGUE)
+    cards = find_specs(gpus)
     given = [settings] if isinstance(settings, str | Settings) else settings
     chosen = [Settings(), Settings(expandable_segments=True)] if given is None else given
     events, table = _events(trace, device), []
     for each in (_settings(each) for each in chosen):
         free = _run(trace, events, _UNLIMITED, 0, each)
         smallest = _smallest(trace, events, each, free) + context_bytes
-        for name in names:
-            capacity = CATALOGUE[name].memory_bytes
+        for card in cards:
+            capacity = card.memory_bytes
             roomy = free.peak_reserved_bytes + context_bytes <= capacity
-            table.append(_row(name, capacity, free if roomy else _run(trace, events, capacity, context_bytes, each), smallest))
+            table.append(
+                _row(card.key, capacity, free if roomy else _run(trace, events, capacity, context_bytes, each), smallest)
+            )
     return pd.DataFrame(table)
 
 
