@@ -143,6 +143,10 @@ def test_links_out_of_the_folder(package, tmp_path):
     refused(package, "is a symbolic link", trust=True)
     path.unlink()
     (tmp_path / "elsewhere.pt2").rename(path)
+    (package / folders.MANIFEST).rename(tmp_path / "elsewhere.json")
+    (package / folders.MANIFEST).symlink_to(tmp_path / "elsewhere.json")
+    refused(package, r"manifest\.json is a symbolic link\. Replace the link by the file", trust=True)
+    (tmp_path / "elsewhere.json").replace(package / folders.MANIFEST)
     os.rename(package / "methods", tmp_path / "methods")
     (package / "methods").symlink_to(tmp_path / "methods")
     refused(package, "is a symbolic link", trust=True)
@@ -189,6 +193,7 @@ def test_what_is_no_package(tmp_path):
     refused(tmp_path, "it has no manifest.json")
     (tmp_path / folders.MANIFEST).write_text("[]")
     refused(tmp_path, "isn't the manifest of a package")
+    refused(tmp_path / folders.MANIFEST, "it is a file, not a folder")
     (tmp_path / folders.MANIFEST).write_text("{" * 100_000)
     refused(tmp_path, "isn't valid JSON")
 

@@ -277,11 +277,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     asked, path = f"package {folder}", folder / MANIFEST
     if not folder.is_dir():
-        raise PackageError(asked, "no such folder", "Give a folder that tk.export wrote")
-    if not path.is_file() or path.is_symlink():
+        found = "it is a file, not a folder" if folder.exists() else "no such folder"
+        raise PackageError(asked, found, "Give a folder that tk.export wrote")
+    if not os.path.lexists(path):
         begun = any(_ours(folder, path) for path in folder.iterdir())
         do = "Run tk.export into it again, which resumes" if begun else "Give a folder that tk.export wrote"
         raise PackageError(asked, "the export into it was not finished" if begun else f"it has no {MANIFEST}", do)
+    _check_name(asked, folder, MANIFEST)
     data = read_regular(path, f"{asked}: {MANIFEST}", PackageError, LARGEST_MANIFEST)
     try:
         manifest: Any = parse_json(data)
