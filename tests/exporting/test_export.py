@@ -329,6 +329,8 @@ def test_what_can_not_be_exported(model, tmp_path):
             tk.export(other, tmp_path / "out")
     with pytest.raises(DeviceError, match="packages don't run on virtual GPUs"):
         tk.export(model, tmp_path / "out", device="virtual:h200")
+    with pytest.raises(tk.errors.UnknownNameError, match="GPU ''"):
+        tk.export(model, tmp_path / "out", target="")
     assert not (tmp_path / "out").exists()
 
 

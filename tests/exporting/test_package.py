@@ -212,6 +212,8 @@ def test_a_package_given_as_a_model(package, tmp_path, ranks):
 def test_on_another_device(package):
     with pytest.raises(PackageError, match="it was exported for the CPU"):
         tk.load_exported(package, "virtual:h200", trust=True, progress=False)
+    with pytest.raises(tk.errors.UnknownNameError, match="device ''"):
+        tk.load_exported(package, "", trust=True, progress=False)
 
 
 def test_code_that_does_not_load(package, monkeypatch, loads, tmp_path):

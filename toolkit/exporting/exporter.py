@@ -395,7 +395,7 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
     if found.torch.type not in ("cpu", "cuda"):
         do = 'Use device="cpu" for a package that runs here, or tk.plan to see how much memory an export takes on a GPU'
         raise DeviceError(f"an export for {target or found.name}", "packages don't run on virtual GPUs", do)
-    card = find_card(target or found)
+    card = find_card(found if target is None else target)
     if card is None:
         return found, None
     if card.spec.compute_capability < LEAST_CAPABILITY:

@@ -160,7 +160,7 @@ def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str |
         raise PackageError(asked, found, "Export the model on this machine")
     exported = f"it was exported for {'the CPU' if target['device'] == 'cpu' else target.get('gpu', 'a CUDA GPU')}"
     try:
-        found_device = open_device(device or target["device"])
+        found_device = open_device(target["device"] if device is None else device)
     except DeviceError as error:
         raise PackageError(
             asked, f"{exported}; {error.found}", "Load it on a machine with such a GPU, or export the model here"
