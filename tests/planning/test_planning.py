@@ -78,22 +78,24 @@ def test_a_small_cache_is_planned_to_the_byte(name, kv, empty_card):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "kv", "context", "chunk"),
+    ("name", "scheme", "kv", "context", "chunk", "dtype"),
     [
-        ("random/qwen3-8b", "q4_k_m", None, 8192, None),
-        ("random/qwen3-8b", "q4_k_m", None, 8192, 256),
-        ("random/qwen3.5-35b-a3b", "q4_k_m", None, 8192, None),
-        ("random/gemma4-e2b", "none", None, 8192, None),  # layers have inputs of their own
-        ("random/gemma4-31b", "q4_k_m", "int4", 131072, None),  # prompts dequantize the keys and values of a layer
-        ("random/qwen3-8b", "none", "int8", 40960, None),
+        ("random/qwen3-8b", "q4_k_m", None, 8192, None, None),
+        ("random/qwen3-8b", "q4_k_m", None, 8192, 256, None),
+        ("random/qwen3.5-35b-a3b", "q4_k_m", None, 8192, None, None),
+        ("random/gemma4-e2b", "none", None, 8192, None, None),  # layers have inputs of their own
+        ("random/gemma4-31b", "q4_k_m", "int4", 131072, None, None),  # prompts dequantize the keys and values of a layer
+        ("random/qwen3-8b", "none", "int8", 40960, None, None),
+        ("random/qwen3-8b", "q4_k_m", None, 8192, None, "float16"),  # prompts dequantize parts of the matrices
+        ("random/gemma4-e2b", "int8", None, 512, 64, "float32"),
     ],
 )
 @torch.no_grad()
-def test_the_peak_is_at_least_what_the_virtual_gpu_had(name, scheme, kv, context, chunk, empty_card):
+def test_the_peak_is_at_least_what_the_virtual_gpu_had(name, scheme, kv, context, chunk, dtype, empty_card):
     gpu, before = empty_card, empty_card.memory().allocated_bytes
-    plan = tk.plan(name, gpu, context=context, scheme=scheme, kv=kv, prefill_chunk=chunk)
+    plan = tk.plan(name, gpu, context=context, scheme=scheme, kv=kv, prefill_chunk=chunk, dtype=dtype)
     with tk.memory(lines=False) as used:
-        model = tk.load(name, device=gpu, scheme=scheme, progress=False)
+        model = tk.load(name, device=gpu, scheme=scheme, dtype=dtype, progress=False)
         cache = model.new_cache(context, kv)
         for start in (0, context - plan.chunk):  # the first and the last part of a prompt
             ids = torch.zeros(1, plan.chunk, dtype=torch.int64, device=gpu.torch)

@@ -314,8 +314,9 @@ def _run(sizes: Sizes, context: int, chunk: int, card: GpuSpec | None) -> tuple[
     state = held | {"state": sizes.state_bytes(context)}
 
     def working(tokens: int) -> dict[str, int]:
-        attention = sizes.attention_bytes(tokens, context, card is None)
-        return {"activations": sizes.activation_bytes(tokens), **({"attention": attention} if attention else {})}
+        found = {"attention": sizes.attention_bytes(tokens, context, card is None)}
+        found["plain matrix"] = sizes.plain_bytes(tokens, card is None)
+        return {"activations": sizes.activation_bytes(tokens)} | {name: size for name, size in found.items() if size}
 
     prefill = state | working(min(chunk, context)) | {"scratch": RUN_SCRATCH}
     decode = state | working(1)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from toolkit.decode.prefix import most_positions
 from toolkit.gpu.catalogue import GpuSpec
@@ -14,7 +18,8 @@ from toolkit.models.cache import Recurrent, Ring
 from toolkit.models.cache_codes import CodedKeysValues
 from toolkit.models.model import CausalLM
 from toolkit.ops.codes import Codebook, dequantized_bytes
-from toolkit.weights.packed import PackedMatrix
+from toolkit.ops.products import DECODED
+from toolkit.weights.packed import CHUNK_WEIGHTS, PackedMatrix
 
 SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed; those of packages have more
 
@@ -32,7 +37,8 @@ class Sizes:
     heads: int  # query heads of a layer
     coded: int  # numbers in the keys of one token, in the widest layer with a quantized cache; 0 without such a cache
     queries: int  # numbers in the queries of one token there
-    itemsize: int  # of the model's dtype
+    dtype: torch.dtype
+    unpacked: tuple[int, int]  # numbers of a packed matrix that a product holds in plain at once: in layers, in the head
     vocab: int
     positions: int  # maximum context of the model
     most_tokens: int  # maximum that are processed at once; a package was compiled for a number
@@ -60,7 +66,17 @@ class Sizes:
         scores = 3 * 4 * self.heads * tokens * context if on_cpu else 0
         if tokens == 1 and not on_cpu:
             return scores
-        return scores + dequantized_bytes(tokens, context, self.queries, self.coded, self.itemsize)
+        return scores + dequantized_bytes(tokens, context, self.queries, self.coded, self.dtype.itemsize)
+
+    def plain_bytes(self, tokens: int, on_cpu: bool) -> int:
+        """Return the bytes of the part of a packed matrix that a product holds in plain while `tokens` are processed.
+
+        On a GPU, kernels multiply packed matrices directly, except by more than `DECODED` tokens in fp16 or fp32.
+        """
+        if not on_cpu and (tokens <= DECODED or self.dtype == torch.bfloat16):
+            return 0
+        values = max(self.unpacked) if on_cpu else self.unpacked[0]
+        return values * (4 + (self.dtype.itemsize if self.dtype != torch.float32 else 1))  # in fp32, and rounded or the codes
 
     def chunk(self, card: GpuSpec | None) -> int:
         """Return the number of prompt tokens that the model processes at once on `card`, or on the CPU if it is None."""
@@ -96,9 +112,19 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
         weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
         table=model.vocab.held * config.hidden_size * plain,
         largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
-        heads=heads, coded=coded, queries=queries, itemsize=plain,
+        heads=heads, coded=coded, queries=queries, dtype=model.dtype,
+        unpacked=(most_unpacked(model.layers), most_unpacked(model)),
         vocab=config.vocab_size, positions=most_positions(model), most_tokens=getattr(model, "chunk", chunks.MOST),
     )  # fmt: skip
+
+
+def most_unpacked(module: nn.Module) -> int:
+    """Return how many numbers of a packed matrix, or stack of them, the products of `module` hold in plain at once."""
+    found = [0]
+    for matrix in (one for one in module.modules() if isinstance(one, PackedMatrix)):
+        unit = math.prod(matrix.shape[1:])  # a row, or a matrix of the stack
+        found.append(min(matrix.shape[0], max(1, CHUNK_WEIGHTS // unit)) * unit)
+    return max(found)
 
 
 def allocated_bytes(sizes: Iterable[int]) -> int:
