@@ -103,6 +103,9 @@ def test_pieces_of_a_model_with_experts_in_int8():
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS, kv="int8")
     with pytest.raises(ModelError, match="exported with kv='int8'"):
         made.new_cache(64, "int4")
+    for unknown in ("int3", "none", 8, []):
+        with pytest.raises(tk.errors.UnknownNameError, match="KV scheme"):
+            made.new_cache(64, unknown)
 
 
 @pytest.mark.slow

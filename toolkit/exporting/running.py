@@ -12,6 +12,7 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.exporting.pieces import LEAST, tensors_of
 from toolkit.models.cache import Cache, check_one_sequence
+from toolkit.models.cache_codes import check_kv
 from toolkit.models.layers import Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.ops.define import aligned
@@ -64,6 +65,7 @@ class Exported:
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
         """Return a cache for `context` tokens. Raises ModelError if the package was exported for fewer, or for another `kv`."""
         if kv not in (None, self.kv):
+            check_kv(kv)
             found = f"the package was exported with kv={self.kv!r}"
             raise ModelError(f"a cache with kv={kv!r}", found, f"Export the model again with kv={kv!r}")
         if context > self.context:
