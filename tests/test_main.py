@@ -63,6 +63,16 @@ def test_an_unknown_device_is_one_line_that_names_the_nearest(tmp_path: Path, ca
     assert len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("option", ["--device", "--strategy"])
+def test_an_empty_name_is_no_default(option: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """An unset variable of a shell is one."""
+    monkeypatch.setattr("toolkit.__main__.demo_everywhere", lambda *_: pytest.fail("it ran"))
+    commands = [["run", "demo/qwen3", "The", "--max-new-tokens", "1"], *([["demo"]] if option == "--device" else [])]
+    for command in commands:
+        assert main([*command, option, ""]) == 1
+        assert "'': no such name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command", [["toolkit", "run", "demo/qwen3", "The", "--device", "cpu"], ["toolkit.tune", "show", "h200"]], ids="-".join
 )

@@ -75,8 +75,10 @@ def run(options: argparse.Namespace) -> None:
     if processes not in (1, ranks):
         raise RankError(f"a model over {ranks} ranks", f"torchrun started {processes}", "Leave out --tensor-parallel")
     shard = join(ranks)
-    first, gpu = shard.rank == 0, tk.device(options.device or "auto")
-    strategy = options.strategy or ("cuda-graph" if gpu.graphs else "double-buffered")
+    first, gpu = shard.rank == 0, tk.device(options.device)
+    strategy = options.strategy
+    if strategy is None:
+        strategy = "cuda-graph" if gpu.graphs else "double-buffered"
     if options.save is not None:
         check_writable(options.save, tk.ToolkitError)
     with announcing():
@@ -130,7 +132,8 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="generate text; with torchrun, on several ranks that divide the model")
     parser.add_argument("model", help='"demo/qwen3", a folder, a .gguf file, a repository of the Hub')
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--device", help='"cuda", "cpu", "virtual:rtx-5090"... (default: CUDA if available, or virtual:h200)')
+    what = '"cuda", "cpu", "virtual:rtx-5090"... (default: CUDA if available, or virtual:h200)'
+    parser.add_argument("--device", default="auto", help=what)
     parser.add_argument("--tensor-parallel", type=int, help="ranks that divide the model (default: all that torchrun started)")
     parser.add_argument("--strategy", help="how to decode (default: cuda-graph; on the CPU double-buffered)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate (default: 128)")
@@ -187,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
             show_plan(options)
         elif options.command == "open":
             show_trace(options)
-        elif options.device:
+        elif options.device is not None:
             demo(options.out, options.device, options.max_new_tokens, options.model)
         else:
             status = demo_everywhere(options.out, options.max_new_tokens, options.model)
