@@ -421,6 +421,9 @@ def test_folders_that_can_not_be(model, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PackageError, match="a file of that name exists"):
         tk.export(model, tmp_path / "file", context=64, progress=False)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(PackageError, match="it is a symbolic link to a folder that doesn't exist"):
+        tk.export(model, tmp_path / "link", context=64, progress=False)
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")

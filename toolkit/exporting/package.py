@@ -172,10 +172,11 @@ def check_folder(folder: Path) -> None:
     """Raise PackageError if an export can't write into that folder: it is a file, or contains files that no export wrote."""
     asked = f"an export into {folder}"
     try:
-        if not folder.exists():
+        if not folder.exists() and not folder.is_symlink():
             return
         if not folder.is_dir():
-            raise PackageError(asked, "a file of that name exists", "Choose another folder")
+            found = "a file of that name exists" if folder.exists() else "it is a symbolic link to a folder that doesn't exist"
+            raise PackageError(asked, found, "Choose another folder")
         if (folder / "methods").is_symlink():
             raise PackageError(asked, "its folder 'methods' is a symbolic link", "Choose a new or an empty folder")
         strangers = [] if _is_package(folder) else [path.name for path in folder.iterdir() if not _ours(folder, path)]
