@@ -88,6 +88,8 @@ def test_pieces_of_gemma4_compute_what_the_model_computes():
     made = traced_package(ours, CONTEXT)
     plan, own = tk.plan(made, "h200"), tk.plan(ours, "h200", context=CONTEXT)
     assert (plan.run[2], plan.chunk) == (own.run[2], made.chunk)
+    short, window = tk.plan(made, "h200", context=40), tk.plan(ours, "h200", context=least_context(ours))
+    assert short.run[2] == window.run[2]
     assert tokens(made) == tokens(ours)
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS)
 

@@ -41,10 +41,12 @@ class Sizes:
     unpacked: tuple[int, int]  # numbers of a packed matrix that a product holds in plain at once: in layers, in the head
     vocab: int
     positions: int  # maximum context of the model
+    fewest: int  # minimum slots of a cache; more than 2 for a package
     most_tokens: int  # maximum that are processed at once; a package was compiled for a number
 
     def state_bytes(self, context: int) -> int:
         """Return the bytes of a cache for `context` tokens: keys, values, recurrent states, rotary tables, slot indices."""
+        context = max(context, self.fewest)
         growing = (each * min(context, slots or context) for each, slots in self.states)
         return allocated_bytes([*growing, *self.fixed])
 
@@ -114,7 +116,8 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
         largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
         heads=heads, coded=coded, queries=queries, dtype=model.dtype,
         unpacked=(most_unpacked(model.layers), most_unpacked(model)),
-        vocab=config.vocab_size, positions=most_positions(model), most_tokens=getattr(model, "chunk", chunks.MOST),
+        vocab=config.vocab_size, positions=most_positions(model), fewest=slots,
+        most_tokens=getattr(model, "chunk", chunks.MOST),
     )  # fmt: skip
 
 
