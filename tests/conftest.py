@@ -164,6 +164,23 @@ def compiling_alone(cache: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> Iterator[None]:
+    """Give a folder this mode, and run the block in its parent folder; as another user if this one is root."""
+    folder.chmod(mode)
+    folder.parent.chmod(0o755)
+    monkeypatch.chdir(folder.parent)  # its parents may be closed to other users
+    root = os.geteuid() == 0
+    try:
+        if root:  # who may read everything
+            os.seteuid(65534)
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
 @pytest.fixture
 def python_handles_interrupts() -> Iterator[None]:
     """A process that a shell starts in the background ignores SIGINT, and so do its children."""

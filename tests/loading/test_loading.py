@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 
 import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
+from tests.conftest import without_permission
 from toolkit.core.errors import FormatError, ModelError, ToolkitError, UnknownNameError
 from toolkit.core.progress import REPORTS_PER_S
 from toolkit.gpu.device import Device
@@ -386,19 +386,8 @@ def test_folders_without_permission(
 ) -> None:
     path = folder(tmp_path / "m")
     tk.load(path, device="cpu", progress=False, engine=engine)  # imports what another user may be unable to
-    path.chmod(mode)
-    tmp_path.chmod(0o755)
-    monkeypatch.chdir(tmp_path)  # its parents may be closed to other users
-    root = os.geteuid() == 0
-    try:
-        if root:  # who may read everything
-            os.seteuid(65534)
-        with pytest.raises(FormatError):
-            tk.load(name, device="cpu", engine=engine)
-    finally:
-        if root:
-            os.seteuid(0)
-        path.chmod(0o755)
+    with without_permission(path, monkeypatch, mode), pytest.raises(FormatError):
+        tk.load(name, device="cpu", engine=engine)
 
 
 BAD_CONFIGS = {

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import without_permission
 from tests.host_memory import HostPeak
 from tests.speed import within
 from toolkit.core.errors import ToolkitError, TraceError
@@ -322,19 +323,9 @@ def test_folders_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     closed = tmp_path / "closed"
     closed.mkdir()
     TraceBuilder().build({}).save(closed / "a.trace")
-    closed.chmod(0)
-    tmp_path.chmod(0o755)
-    monkeypatch.chdir(tmp_path)  # its parents may be closed to other users
-    root = os.geteuid() == 0
-    try:
-        if root:  # who may read everything
-            os.seteuid(65534)
-        with pytest.raises(TraceError, match=rf"^opening the trace '{name}': it can't be read \(Permission denied\)"):
-            open_trace(name)
-    finally:
-        if root:
-            os.seteuid(0)
-        closed.chmod(0o755)
+    said = rf"^opening the trace '{name}': it can't be read \(Permission denied\)"
+    with without_permission(closed, monkeypatch), pytest.raises(TraceError, match=said):
+        open_trace(name)
 
 
 def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:

@@ -115,9 +115,10 @@ class Device(ABC):
         """Stop recording, and return the events since `start`."""
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """Return a context manager: events caused inside, on this thread, belong to decode step `step`, marked as `name`.
+        """Return a context manager: events caused inside belong to decode step `step`, which is marked as `name`.
 
-        Raises RecorderError unless `step` is a whole number of at least 0 and `name` a str.
+        On a virtual GPU, only events caused on this thread do. Raises RecorderError unless `step` is a whole number of at
+        least 0 and `name` a str.
         """
         try:
             number = operator.index(step)
