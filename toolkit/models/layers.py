@@ -64,11 +64,12 @@ class Residual:
 
         The block multiplies the input with `matrices`, if they are given. If one of them takes it quantized, it is quantized.
         """
-        quantize = matrices is not None and matrices.takes_quantized
+        decoded = matrices if ops.few_rows(self.x) else None  # of many tokens, nothing is quantized or read ahead
+        quantize = decoded is not None and decoded.takes_quantized
         if self.added is None:
             return ops.rms_norm(self.x, norm.weight, norm.eps, quantize), self
         post = None if self.post is None else self.post.weight
-        ahead = None if matrices is None else matrices.read_first
+        ahead = None if decoded is None else decoded.read_first
         out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize, ahead)
         return out, Residual(x)
 
