@@ -90,9 +90,10 @@ class Int4Prefill(Kernel):
         assert isinstance(shape, PrefillShape)
         few, some, many = ((64, 64), (64, 32)), ((64, 128),), ((128, 256), (64, 256), (64, 128))
         blocks = few if shape.m <= 64 else some if shape.m <= 128 else many
+        splits = (1, 2, 3, 4, 6, 8) if shape.m <= 64 else (1, 2, 3, 4)
         kinds = 1 if shape.activation == "none" else 2
         found = [Config(block_n=64, block_m=32, block_k=64, split=1, warps=4, stages=2)]
-        for (block_n, block_m), split, stages in itertools.product(blocks, (1, 2, 3, 4), (3, 4)):
+        for (block_n, block_m), split, stages in itertools.product(blocks, splits, (3, 4)):
             warps = 8 if kinds * block_n * block_m > 64 * 256 else 4
             config = Config(block_n=block_n, block_m=block_m, block_k=64, split=split, warps=warps, stages=stages)
             if split == 1 or _tiles(shape, config)[0] < FEW_TILES:
