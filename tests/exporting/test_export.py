@@ -24,7 +24,7 @@ from toolkit.core.errors import CancelledError, DeviceError, ModelError, Package
 from toolkit.exporting import compiling, skeleton, weights
 from toolkit.exporting import package as folders
 from toolkit.exporting.exporter import Package
-from toolkit.exporting.pieces import LEAST, Anatomy, compiled_for, least_context
+from toolkit.exporting.pieces import LEAST, Anatomy, compiled_for, least_context, traced_context
 from toolkit.exporting.running import parts_of
 from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import describe
@@ -393,7 +393,7 @@ def test_nobody_elses_files_are_touched(model, package, tmp_path):
 def test_short_contexts_are_traced_as_longer_ones(name, context):
     shapes = skeleton.from_plain(skeleton.to_plain(tk.load(name, device="cpu", progress=False)), None)
     with compiled_for(shapes, None):
-        anatomy = Anatomy(shapes, max(context, least_context(shapes)))
+        anatomy = Anatomy(shapes, traced_context(shapes, context))
         for piece in anatomy.distinct():
             compiling.trace(anatomy.traceable(piece, "decode"))
 

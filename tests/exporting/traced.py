@@ -9,7 +9,7 @@ import torch
 
 from toolkit.exporting import compiling, skeleton
 from toolkit.exporting.exporter import _needed
-from toolkit.exporting.pieces import METHODS, Anatomy, compiled_for, least_context
+from toolkit.exporting.pieces import METHODS, Anatomy, compiled_for, least_context, traced_context
 from toolkit.exporting.running import Exported, Run
 
 
@@ -19,7 +19,7 @@ def traced_package(model: Any, context: int, kv: str | None = None) -> Exported:
     runs: dict[str, Run] = {}
     compiled: dict[str, dict[str, str]] = {}
     with compiled_for(shapes, None):
-        anatomy = Anatomy(shapes, max(context, least_context(shapes)), kv)
+        anatomy = Anatomy(shapes, traced_context(shapes, context), kv)
         for piece in anatomy.distinct():
             for method in (method for method in METHODS if _needed(anatomy, piece, method)):
                 runs[f"{piece.name} {method}"] = _run(compiling.trace(anatomy.traceable(piece, method)))

@@ -86,11 +86,11 @@ def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: 
     return tk.quantize(model, scheme, progress=False, prompt=[1]) if scheme else model
 
 
-def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = None) -> Tensor:
+def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = None, context: int = 16) -> Tensor:
     """Logits after tokens fed in chunks that end there, past the window of 8: [chunks, vocab]."""
     device = model.device.torch
     ids = torch.tensor([[7 * i % 61 for i in range(12)]], device=device)
-    cache, found = model.new_cache(16, kv), []
+    cache, found = model.new_cache(context, kv), []
     with torch.no_grad():
         for start, stop in pairwise((0, *ends)):
             positions = torch.arange(start, stop, device=device)
@@ -114,6 +114,20 @@ def test_plain_models_by_kernels(architecture: Any, config: dict[str, Any], expe
     ran = request.getfixturevalue("by_kernels")
     found = decoded(small(architecture, config, None, torch.float32, DEVICE))
     assert set(ran) == {"rms_norm", "write_heads", "attention"} | expected
+    assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("config", [GEMMA4, GEMMA4_SHARING], ids=["gemma4", "gemma4 that shares"])
+@pytest.mark.parametrize("ends", [(8,), (5, 7, 8)])
+def test_a_window_that_holds_the_whole_context(config: dict[str, Any], ends: tuple[int, ...], request: Any) -> None:
+    """The heads of a prompt are written to a ring by the kernel that makes them, as to other caches."""
+    longer = decoded(small(gemma4, config, None, torch.float32), ends)
+    wanted = decoded(small(gemma4, config, None, torch.float32), ends, context=8)
+    assert (wanted - longer).abs().max() < 2e-5 * wanted.abs().max()
+    ran = request.getfixturevalue("by_kernels")
+    found = decoded(small(gemma4, config, None, torch.float32, DEVICE), ends, context=8)
+    assert "write_heads" in ran
+    assert ("make_heads" in ran) == (config is GEMMA4_SHARING)  # queries of layers that share keys
     assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 

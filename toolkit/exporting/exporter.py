@@ -32,7 +32,7 @@ from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.loading import load_exported
-from toolkit.exporting.pieces import LEAST, METHODS, MOST, Anatomy, Piece, compiled_for, digest, least_context
+from toolkit.exporting.pieces import LEAST, METHODS, MOST, Anatomy, Piece, compiled_for, digest, least_context, traced_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
@@ -171,7 +171,7 @@ def _export(
             with watch.phase("load"):
                 loaded = load_part(model, shard, dtype, scheme, watch.count, cancel)
         held.enter_context(_held_to(most, device))  # as late as possible, since the limit applies to the whole process
-        plain, room = skeleton.to_plain(loaded), max(context, least_context(loaded))
+        plain, room = skeleton.to_plain(loaded), traced_context(loaded, context)
         there = any(path.stat().st_dev == folder.stat().st_dev for path in _reusable(loaded, folder, others))
         package.check_disk(folder, 0 if there else weights.size_of(loaded))
         files: dict[str, dict[str, Any]] = {}

@@ -92,6 +92,14 @@ def least_context(model: CausalLM) -> int:
     return max(4, *(getattr(module, "window", None) or 0 for module in model.modules()))
 
 
+def traced_context(model: CausalLM, context: int) -> int:
+    """Return the number of tokens of the caches that are traced for a package for `context` tokens.
+
+    They are more than a window, since layers would use a ring that holds the whole context in another way.
+    """
+    return max(context, least_context(model) + 1)
+
+
 class _Fake(FakeTensorMode):
     """Fake tensors on CUDA without a GPU. PyTorch 2.15 would start CUDA for them while a virtual GPU is in use."""
 

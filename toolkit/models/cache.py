@@ -29,8 +29,8 @@ class Reach:
     """Where T new tokens are written and which slots they attend to, for all layers of one kind.
 
     `positions` [T] ascend by one, on the device. `bound` is the number of slots to read, and `numbers` holds their indices from
-    0 on. `size` is the size of a ring and `window` that of its sliding window; both are None if every position is kept. `slots`
-    and `mask` are computed on first use, because kernels don't need them.
+    0 on. `size` is the size of a ring and `window` that of its sliding window; both are None if every position has a slot of
+    its own. `slots` and `mask` are computed on first use, because kernels don't need them.
     """
 
     positions: Tensor
@@ -114,9 +114,10 @@ class KeysValues:
 class Ring(KeysValues):
     """Keys and values of the last `window` positions; position p is in slot p modulo the size of the ring.
 
-    The ring has min(window, context) slots, so nothing is overwritten if the whole context fits. A single token overwrites the
-    one that leaves its window. Several tokens could overwrite keys that the first of them still needs, so attention reads the
-    ring and the new keys side by side, and the last of the new keys are written afterwards.
+    The ring has min(window, context) slots. If the whole context fits, nothing is overwritten, and the size of its `Reach` is
+    None. Otherwise, a single token overwrites the one that leaves its window. Several tokens could overwrite keys that the
+    first of them still needs, so attention reads the ring and the new keys side by side, and the last of the new keys are
+    written afterwards.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Ring(KeysValues):
         self.size = min(window, context)
 
     def extend(self, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-        if key.shape[2] == 1:
+        if key.shape[2] == 1 or reach.size is None:
             return super().extend(key, value, reach)
         held_keys, held_values = self.read(reach.bound)
         seen = torch.cat((held_keys, key), 2), torch.cat((held_values, value), 2)
@@ -138,16 +139,16 @@ class Ring(KeysValues):
         quantize: bool = False,
     ) -> Operand:  # fmt: skip
         at = reach.positions
-        if at.shape[0] == 1:
-            query = ops.write_heads(heads, row, q_weight, k_weight, rope, at, self.keys, self.values)
-            return self.look(query, reach, scale, quantize)
+        if at.shape[0] == 1 or reach.size is None:
+            return super().attend(heads, row, q_weight, k_weight, rope, reach, scale, quantize)
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, at)
         out = ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound, (key, value))
         self.write_last(key, value, reach)
         return out
 
     def look(self, query: Tensor, reach: Reach, scale: float, quantize: bool = False) -> Operand:
-        return ops.attend(query, self.keys, self.values, reach.positions, scale, self.size, reach.bound, quantize=quantize)
+        window = reach.size or 0
+        return ops.attend(query, self.keys, self.values, reach.positions, scale, window, reach.bound, quantize=quantize)
 
     def write_last(self, key: Tensor, value: Tensor, reach: Reach) -> None:
         """Write the last of T new keys and values [1, KV heads, T, head_dim]: as many as the ring holds."""
@@ -223,8 +224,9 @@ class Cache:
 
     def ring_reach(self, positions: Tensor, length: int, window: int) -> Reach:
         """Return the `Reach` of the tokens in layers with a sliding window; see `reach`."""
-        size = min(window, self.context)
-        return Reach(positions, min(size, self.bound(length)), self.slots, size, window)
+        if self.context <= window:
+            return self.reach(positions, length)
+        return Reach(positions, min(window, self.bound(length)), self.slots, window, window)
 
     def checkpoint(self) -> int:
         """Save the recurrent states and rings, so that `rollback` can return to this position, and return the position.

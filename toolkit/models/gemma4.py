@@ -153,7 +153,8 @@ class Attention(nn.Module):
 
     def _lent(self, at: Pass) -> bool:
         """Whether the keys and values are in `at.lent`: several tokens overwrite a ring that other layers read, too."""
-        return (self.shares or self.lends) and self.kind == SLIDING and at.positions.shape[0] > 1
+        ring = at.cache is not None and at.reaches[self.kind].size is not None
+        return (self.shares or self.lends) and ring and at.positions.shape[0] > 1
 
     def _lend(self, at: Pass, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return `at.lent` of the layer that owns the ring. In that layer, fill it with copies and write `new` to the ring."""
