@@ -33,7 +33,7 @@ from toolkit.weights.schemes import find_scheme
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
 COUNTERS = 1024  # the most tiles whose sums are split: more tiles than these fill any GPU without splitting
-FEW_TILES = 264  # fewer tiles than these may leave SMs idle, so splitting their sums is worth trying
+MOST_PARTS = 1024  # of split sums: more keep every SM busy, and bound the scratch
 ROWS_AT_ONCE = 4096  # of the matrix, in the reference: bounds its scratch
 
 
@@ -96,7 +96,7 @@ class Int4Prefill(Kernel):
         for (block_n, block_m), split, stages in itertools.product(blocks, splits, (3, 4)):
             warps = 8 if kinds * block_n * block_m > 64 * 256 else 4
             config = Config(block_n=block_n, block_m=block_m, block_k=64, split=split, warps=warps, stages=stages)
-            if split == 1 or _tiles(shape, config)[0] < FEW_TILES:
+            if split == 1 or _tiles(shape, config)[0] * split <= MOST_PARTS:
                 found.append(config)
         return found
 
