@@ -244,7 +244,7 @@ def test_a_damaged_file_of_results_is_made_anew(tmp_path: Path, monkeypatch: pyt
     path.parent.mkdir()
     rows = [{"launches": [asdict(replace(USE, **{field: value}))], "error": ""} for field, value in DAMAGES]
     rows += [{"launches": [{"name": 1}], "error": ""}, {"launches": [], "error": None}]
-    for text in ("", "{", "[1, 2]", '{"a": 1}', *(json.dumps({"a": row}) for row in rows)):
+    for text in ("", "{", "[1, 2]", "[" * 100_000, '{"a": 1}', *(json.dumps({"a": row}) for row in rows)):
         path.write_text(text)
         kept = compiling.Kept(TOY)
         assert kept.rows == {}

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from toolkit.core.errors import DeviceError, ToolkitError
 from toolkit.core.files import replace_text
+from toolkit.core.schema import parse_json
 from toolkit.core.workers import Worker, WorkerError, WorkerPool, processors
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.tune.identity import fingerprint, origin
@@ -113,8 +115,9 @@ class Kept:
     def _read(self) -> dict[str, Compiled]:
         """Return the rows of the file, or {} if it is absent or damaged; a new file then replaces it."""
         try:
-            return {key: Compiled.from_dict(row) for key, row in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            plain: dict[str, Any] = parse_json(self.path.read_text(), dict[str, Any])
+            return {key: Compiled.from_dict(row) for key, row in plain.items()}
+        except (OSError, ValueError, TypeError, KeyError):
             return {}
 
     def add(self, job: Job, compiled: Compiled) -> None:
