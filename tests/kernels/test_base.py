@@ -39,7 +39,8 @@ def test_a_shape_is_its_key(kind, values):
     assert [type(value) for value in vars(again).values()] == [int, str, bool]
 
 
-@pytest.mark.parametrize("key", ["n=1 scheme=q4_k", "n=1 scheme=q4_k gated=True more=2", "n=one scheme=q4_k gated=True", "n"])
+@pytest.mark.parametrize("key", ["n=1 scheme=q4_k", "n=1 scheme=q4_k gated=True more=2", "n=one scheme=q4_k gated=True", "n",
+                                 "n=1 scheme=q4_k gated=true", "n=1 scheme=q4_k gated=1"])  # fmt: skip
 def test_a_key_of_something_else_is_refused(key):
     with pytest.raises(ValueError, match=r"."):
         Rows.from_key(key)

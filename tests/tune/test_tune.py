@@ -23,6 +23,7 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
 from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
+from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.tune import compiling, lookup, store, tuner
 from toolkit.tune.cards import Card, find_card, find_cards
 from toolkit.tune.compiling import Job
@@ -294,6 +295,35 @@ def test_kernels_and_shapes_are_looked_up_by_name() -> None:
         tune.choose("reed", name, "h200")
     with pytest.raises(UnknownNameError, match="shape of read '2 GiB'"):
         tune.choose("read", "2 GiB", "h200")
+    with pytest.raises(UnknownNameError, match=r"kernel \['read', 'sample'\]: no such name"):
+        tune.explore(["read", "sample"], gpus="h200")  # type: ignore[arg-type]
+
+
+def test_what_cant_be_looked_up_is_named() -> None:
+    unhashable: list[Any] = ["read"]
+    with pytest.raises(UnknownNameError, match="kernel"):
+        tune.choose(unhashable, ODD, "h200")  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="shape of toy_matmul"):
+        tune.choose(TOY, unhashable, "h200")  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="GPU"):
+        tune.choose(TOY, ODD, unhashable)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("dtype=bfloat16", "dtype=bf16", "bf16"), ("kv_heads=4", "kv_heads=0", "zero"),
+    ("quantised=True", "quantised=true", "no such name"),
+])  # fmt: skip
+def test_a_shape_that_was_mistyped_is_an_error_of_the_toolkit(old: str, new: str, said: str) -> None:
+    key = find_shape(find_kernel("attention_decode"), "gemma4-31b full 32k").key
+    assert f" {old}" in key
+    with pytest.raises(ToolkitError, match=rf"attention_decode.*{said}"):
+        tune.choose("attention_decode", key.replace(f" {old}", f" {new}"), "h200")
+
+
+def test_a_kernel_without_known_shapes_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TOY), "known", {})
+    with pytest.raises(UnknownNameError, match=r"shape of toy_matmul 'None': no such name\. Known: none"):
+        tune.explore(TOY, gpus="h200")
 
 
 def test_lookups_are_remembered_until_something_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:

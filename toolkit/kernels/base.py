@@ -88,7 +88,11 @@ class Shape:
 
 def _value(kind: Any, text: str) -> int | str | bool:
     # The annotation is a string if the file that defines the shape postpones annotations, otherwise the type.
-    return text == "True" if kind in ("bool", bool) else int(text) if kind in ("int", int) else text
+    if kind in ("bool", bool):
+        if text not in ("False", "True"):
+            raise ValueError(f"{text!r:.40} is neither True nor False")
+        return text == "True"
+    return int(text) if kind in ("int", int) else text
 
 
 @dataclass(frozen=True)

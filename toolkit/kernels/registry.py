@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from toolkit.core.errors import DeviceError, unknown_name
+from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
 from toolkit.kernels.base import Kernel, Shape
 
 
@@ -32,22 +33,35 @@ def find_kernel(kernel: Kernel | str) -> Kernel:
     """Return the kernel with this name; a kernel is returned unchanged. Raises UnknownNameError."""
     if isinstance(kernel, Kernel):
         return kernel
-    if kernel not in kernels():
+    if not isinstance(kernel, str) or kernel not in kernels():
         raise unknown_name("kernel", kernel, kernels())
     return kernels()[kernel]
 
 
 def find_shape(kernel: Kernel, shape: Shape | str | None) -> Shape:
-    """Return a shape of `kernel` from a Shape, a known name, or a key ("n=4096 k=4096"); None gives the first known one."""
+    """Return a shape of `kernel` from a Shape, a known name, or a key ("n=4096 k=4096"); None gives the first known one.
+
+    Raises UnknownNameError for an unknown name, and ToolkitError for a key whose sizes or dtype the kernel doesn't support.
+    """
     if isinstance(shape, kernel.shape_type):
         return shape
-    if shape is None:
+    if shape is None and kernel.known:
         return next(iter(kernel.known.values()))
     if isinstance(shape, str):
         if shape in kernel.known:
             return kernel.known[shape]
-        try:
-            return kernel.shape_type.from_key(shape)
-        except ValueError:
-            pass
+        with suppress(ValueError):
+            return _supported(kernel, kernel.shape_type.from_key(shape))
     raise unknown_name(f"shape of {kernel.name}", shape if isinstance(shape, str) else repr(shape), kernel.known)
+
+
+def _supported(kernel: Kernel, shape: Shape) -> Shape:
+    """Return a shape that was typed in. Raises ToolkitError if its cost or its configs can't be computed."""
+    try:
+        kernel.cost(shape), kernel.space(shape)
+    except ToolkitError:
+        raise
+    except Exception as error:
+        found, do = f"not supported ({type(error).__name__}: {error})", "Give sizes and a dtype like those of its known shapes"
+        raise ToolkitError(f"{kernel.name} with {shape.key!r:.300}", found, do) from error
+    return shape

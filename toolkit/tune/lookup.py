@@ -61,7 +61,10 @@ def choose(kernel: Kernel | str, shape: Shape | str, device: Card | torch.device
 
     `kernel` is a Kernel or its name, `shape` a Shape, its key or its name. Raises UnknownNameError for an unknown name.
     """
-    known = _at_once.get((kernel, shape, device))  # type: ignore[arg-type]
+    try:
+        known = _at_once.get((kernel, shape, device))  # type: ignore[arg-type]
+    except TypeError:  # a list, for example, which no dict has: the functions below name it
+        known = None
     if known is not None:
         return known
     kernel = find_kernel(kernel)
