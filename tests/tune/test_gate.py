@@ -62,6 +62,11 @@ def run(fault: str, inputs: Tensors, outputs: Tensors) -> None:
         outputs["count"] += 1
     if fault == "reads scratch":
         result += outputs["sum"]
+    if fault == "writes once":
+        if outputs["count"]:
+            return
+        result.zero_()
+        outputs["count"] += 1
     if fault == "writes its input":
         inputs["a"].zero_()
     if fault == "another order":
@@ -88,6 +93,18 @@ def test_faults_are_named(fault: str, said: str) -> None:
     assert check.right == (said == "")
 
 
+def test_a_second_run_that_writes_nothing_shows_beside_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyMatmul, "reference", lambda kernel, shape, inputs: (torch.zeros(ODD.m, ODD.n).half(),))  # type: ignore[attr-defined]
+    assert (
+        "the second run is wrong: 561 of 561 values are NaN" in Gate(Faulty("writes once"), ODD, "cpu", 3).check(SMALL).reason
+    )
+
+
+def test_a_kernel_whose_results_are_not_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Faulty, "results", lambda kernel, shape: 2, raising=False)
+    assert Gate(Faulty("none"), ODD, "cpu", seed=3).check(SMALL).reason == "2 results, but the reference returns 1 result"
+
+
 def test_comparing() -> None:
     x = torch.randn(100)
     assert compare(x, x, 0.999, 1e-2).right
@@ -111,3 +128,9 @@ def test_infinite_values_of_the_reference_must_be_there() -> None:
     wanted = torch.tensor([1.0, float("-inf"), 2.0])
     assert compare(wanted.clone(), wanted, 0.999, 1e-2).right
     assert "infinite" in compare(torch.tensor([1.0, -1e30, 2.0]), wanted, 0.999, 1e-2).reason
+
+
+def test_nothing_agrees_with_a_reference_that_is_nan() -> None:
+    wanted = torch.full((3,), torch.nan)
+    for result in (torch.ones(3), wanted):
+        assert compare(result, wanted, 0.999, 1e-2).reason == "all values of the reference are NaN"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit.core.units import plural
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
 
 EXACT = (torch.int32, torch.int64, torch.bool)  # indices, tokens and flags must be equal
@@ -70,6 +71,9 @@ class Gate:
         return [tensor.clone() for tensor in list(outputs.values())[:results]]
 
     def _compare(self, found: Sequence[Tensor]) -> Check:
+        if len(found) != len(self.wanted):
+            returned = f"the reference returns {plural(len(self.wanted), 'result')}"
+            return Check(0.0, 1.0, f"{plural(len(found), 'result')}, but {returned}")
         worst = Check(1.0, 0.0)
         for n, (result, wanted) in enumerate(zip(found, self.wanted, strict=True)):
             check = compare(result, wanted, self.kernel.cosine, self.kernel.max_abs)
@@ -100,6 +104,8 @@ def compare(result: Tensor, wanted: Tensor, cosine: float, max_abs: float) -> Ch
         return Check(1.0 - wrong / wanted.numel(), float(bool(wrong)), reason)
     a, b = result.double().flatten(), wanted.double().flatten()
     finite = torch.isfinite(b)
+    if bool(b.isnan().all()):
+        return Check(0.0, 1.0, "all values of the reference are NaN")
     if strays := int((~torch.isfinite(a) & finite).sum()):
         return Check(0.0, 1.0, f"{strays:,} of {b.numel():,} values are NaN or infinite")
     if not torch.equal(a[~finite], b[~finite]) and not bool(torch.isnan(b[~finite]).any()):
@@ -121,4 +127,5 @@ def cosine_of(a: Tensor, b: Tensor) -> float:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num() if a.dtype.is_floating_point else a, b.nan_to_num() if b.dtype.is_floating_point else b)
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
