@@ -453,6 +453,27 @@ def test_exploring_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         table.fastest("h200", "exclude")
 
 
+@pytest.mark.parametrize(("space", "said"), [
+    ([], r"space\(\) has none for m=1024 n=1024 k=1024"), (None, "None is not a Config"), ([16], "16 is not a Config"),
+])  # fmt: skip
+def test_a_space_without_configs_is_an_error_of_the_toolkit(space: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TOY), "space", lambda kernel, shape: space)
+    uses = (tune.explore, tune.warm, lambda toy: tune.choose(toy, SQUARE, "h200"), lambda toy: tune.choose(toy, SQUARE, "cpu"))
+    for use in uses:
+        with pytest.raises(ToolkitError, match=f"configs of toy_matmul: {said}"):
+            use(TOY)
+
+
+def test_the_numbers_of_a_config_may_be_in_another_order() -> None:
+    """Otherwise it would be stored under another name, and lookups would not find it in the kernel's space."""
+    numbers = list(MEDIUM.to_dict().items())
+    clock = FakeClock()
+    table = tuned([Config(**dict(reversed(numbers))), MEDIUM], clock)
+    assert clock.timed == [MEDIUM]
+    assert [row.config for row in table.rows] == [MEDIUM]
+    assert tune.choose(TOY, ODD, H200).step == "this device"
+
+
 def test_exploring_shows_what_was_measured() -> None:
     tuned([SMALL, MEDIUM], FakeClock(block16=30.0))
     table = tune.explore(TOY, ODD, "h200", [SMALL, MEDIUM, toy_config(fault=1)], progress=False)

@@ -1,17 +1,18 @@
-"""The kernels of this package by name: the instances of Kernel in its files. Importing them needs Triton."""
+"""The kernels of this package by name, and shapes and configs of a kernel. Importing the kernels needs Triton."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
-from toolkit.kernels.base import Kernel, Shape
+from toolkit.core.errors import DeviceError, ToolkitError, brief, unknown_name
+from toolkit.kernels.base import Config, Kernel, Shape
 
 
 @lru_cache(maxsize=1)
@@ -58,10 +59,33 @@ def find_shape(kernel: Kernel, shape: Shape | str | None) -> Shape:
 def _supported(kernel: Kernel, shape: Shape) -> Shape:
     """Return a shape that was typed in. Raises ToolkitError if its cost or its configs can't be computed."""
     try:
-        kernel.cost(shape), kernel.space(shape)
+        kernel.cost(shape)
+        configs_of(kernel, shape)
     except ToolkitError:
         raise
     except Exception as error:
         found, do = f"not supported ({type(error).__name__}: {error})", "Give sizes and a dtype like those of its known shapes"
         raise ToolkitError(f"{kernel.name} with {shape.key!r:.300}", found, do) from error
     return shape
+
+
+def configs_of(kernel: Kernel, shape: Shape, configs: Any = None) -> list[Config]:
+    """Return each of `configs` once, by default the kernel's whole space.
+
+    A config of the space with its numbers in another order is returned as it is in the space, because stored timings have its
+    text. Raises ToolkitError for anything but configs, and if the space is empty.
+    """
+    space = _only_configs(kernel, kernel.space(shape))
+    if configs is None and not space:
+        raise ToolkitError(f"configs of {kernel.name}", f"space() has none for {shape.key}", "Return at least one from space()")
+    same = {frozenset(one.to_dict().items()): one for one in space}
+    asked = space if configs is None else _only_configs(kernel, configs)
+    return list(dict.fromkeys(same.get(frozenset(one.to_dict().items()), one) for one in asked))
+
+
+def _only_configs(kernel: Kernel, configs: Any) -> list[Config]:
+    found = list(configs) if isinstance(configs, Iterable) else [configs]
+    for one in found:
+        if not isinstance(one, Config):
+            raise ToolkitError(f"configs of {kernel.name}", f"{brief(one)} is not a Config", "Give a list of Config(...)")
+    return found

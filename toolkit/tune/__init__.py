@@ -20,7 +20,7 @@ import torch
 from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.progress import Counter, Progress
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.registry import find_kernel, find_shape
+from toolkit.kernels.registry import configs_of, find_kernel, find_shape
 from toolkit.kernels.registry import kernels as kernels
 from toolkit.tune import fleet, lookup
 from toolkit.tune.cards import find_card, find_cards
@@ -29,7 +29,7 @@ from toolkit.tune.lookup import choose as choose
 from toolkit.tune.results import Tuning, joined
 from toolkit.tune.store import words
 from toolkit.tune.timing import CudaClock
-from toolkit.tune.tuner import Tuner, configs_of, tune_all
+from toolkit.tune.tuner import Tuner, tune_all
 from toolkit.tune.watching import watch as watch
 
 if TYPE_CHECKING:

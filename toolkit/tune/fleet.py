@@ -16,6 +16,7 @@ import torch
 
 from toolkit.core.progress import Counter
 from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.kernels.registry import configs_of
 from toolkit.tune.cards import Card, find_card
 from toolkit.tune.compiling import Job, compile_configs
 from toolkit.tune.identity import Origin, origin
@@ -24,7 +25,7 @@ from toolkit.tune.lookup import forget
 from toolkit.tune.results import Tuning
 from toolkit.tune.store import cache_folder, words
 from toolkit.tune.timing import CudaClock
-from toolkit.tune.tuner import Tuner, configs_of, is_broken
+from toolkit.tune.tuner import Tuner, is_broken
 
 PART = 16  # configs that a GPU gets at a time: each part needs the problem's inputs and reference results once
 

@@ -26,7 +26,7 @@ import torch
 from toolkit.core.errors import DeviceError, ToolkitError
 from toolkit.core.units import seconds_text
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.registry import find_kernel, find_shape
+from toolkit.kernels.registry import configs_of, find_kernel, find_shape
 from toolkit.tune.cards import Card, find_card
 from toolkit.tune.compiling import Job, Kept
 from toolkit.tune.estimate import estimate
@@ -119,7 +119,7 @@ def when_forgotten(callback: Callable[[], None]) -> None:
 
 def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:
     if card is None:
-        default, note = kernel.space(shape)[0], "the device is not a GPU"
+        default, note = configs_of(kernel, shape)[0], "the device is not a GPU"
         return Choice(kernel.name, shape.key, "cpu", default, "default", note)
     if (kernel, shape) in _preferred:
         return Choice(kernel.name, shape.key, card.key, _preferred[kernel, shape], "tried", "it is being tried")
@@ -149,7 +149,7 @@ def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Conf
     if (modelled := _modelled(kernel, shape, card)) is not None:
         yield "model", *modelled
     note = f"no config was timed or compiled for this shape on {card.spec.name}; run tk.tune.warm"
-    yield "default", kernel.space(shape)[0], note
+    yield "default", configs_of(kernel, shape)[0], note
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
     Those that were timed in a program (`tune.in_step`) precede those that were only timed alone, the fastest program first.
     Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
-    found, far, space, code = [], {shape.key: 0.0}, set(kernel.space(shape)), fingerprint(kernel)
+    found, far, space, code = [], {shape.key: 0.0}, set(configs_of(kernel, shape)), fingerprint(kernel)
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
         if name != kernel.name or row.verdict != "ok" or row.us is None or (row.kernel != code) != earlier:
             continue
@@ -250,7 +250,7 @@ def _modelled(kernel: Kernel, shape: Shape, card: Card) -> tuple[Config, str] | 
         kept = Kept(kernel).rows
     except DeviceError:  # no Triton: nothing was compiled
         return None
-    jobs = {config: Job(shape, config, card.spec.compute_capability).key for config in kernel.space(shape)}
+    jobs = {config: Job(shape, config, card.spec.compute_capability).key for config in configs_of(kernel, shape)}
     fitting = {config: kept[key] for config, key in jobs.items() if key in kept and not obstacle(kept[key], card.spec)}
     times = {config: estimate(kernel, shape, config, compiled, card.spec).ns for config, compiled in fitting.items()}
     if not times:

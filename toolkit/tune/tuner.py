@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from toolkit.core.errors import ToolkitError
 from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.kernels.registry import configs_of
 from toolkit.tune.cards import Card
 from toolkit.tune.compiling import NOT_KEPT, Job, compile_configs, triton_version
 from toolkit.tune.estimate import estimate
@@ -201,17 +201,6 @@ class _Problem:
             add_rows(self.tuner.card.key, self.tuner.card.facts, rows)
             forget()
         self.wrote_at = time.monotonic()
-
-
-def configs_of(kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None) -> list[Config]:
-    """Return each of `configs` once, by default the kernel's whole space. Raises ToolkitError for anything but configs."""
-    if configs is None:
-        return list(dict.fromkeys(kernel.space(shape)))
-    found = list(configs) if isinstance(configs, Iterable) and not isinstance(configs, Config) else [configs]
-    for one in found:
-        if not isinstance(one, Config):
-            raise ToolkitError(f"configs of {kernel.name}", f"{one!r:.80} is not a Config", "Give a list of Config(...)")
-    return list(dict.fromkeys(found))
 
 
 def figures(check: Check) -> dict[str, Any]:
