@@ -18,6 +18,7 @@ from toy import CAPABILITIES, DIES, FAULTY, ODD, OVERSIZED, RUSHES, SMALL, SQUAR
 from tests.speed import is_quick
 from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.kernels.base import Config, Shape
 from toolkit.tune import compiling
 from toolkit.tune.compile_worker import waits_first
 from toolkit.tune.compiling import Job, compile_configs
@@ -309,3 +310,36 @@ def test_a_kernel_of_a_notebook_comes_as_its_cell() -> None:
     assert type(cell) is not ToyMatmul
     with pytest.raises(ToolkitError, match="defines no instance"):
         Origin("another", "__main__", "", where.text).load()
+
+
+class Narrowed(ToyMatmul):
+    """The toy kernel with fewer configs: its launches are in another file."""
+
+    name = "narrowed"
+
+    def space(self, shape: Shape) -> list[Config]:
+        return [SMALL]
+
+
+class Renamed(ToyMatmul):
+    """A kernel without a method of its own."""
+
+    name = "renamed"
+
+
+NARROWED, RENAMED = Narrowed(), Renamed()
+
+
+@pytest.mark.parametrize("kernel", [NARROWED, RENAMED], ids=repr)
+def test_a_kernel_that_inherits_its_launches_is_found_in_its_own_file(kernel: ToyMatmul) -> None:
+    where = origin(kernel)
+    assert where.file == __file__
+    assert type(where.load()).__name__ == type(kernel).__name__
+
+
+def test_a_kernel_without_source_is_an_error_of_the_toolkit() -> None:
+    scope: dict[str, Any] = {"ToyMatmul": ToyMatmul, "__name__": "no_source"}
+    exec("class Typed(ToyMatmul):\n    def outputs(self, shape, inputs): return {}", scope)
+    for needs_source in (fingerprint, origin):
+        with pytest.raises(ToolkitError, match=r"source of kernel 'toy_matmul': .*Define the kernel in a file or a notebook"):
+            needs_source(scope["Typed"]())

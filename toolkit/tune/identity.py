@@ -33,16 +33,23 @@ KERNELS = Kernel.__module__.rpartition(".")[0]
 WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches and check arguments: nothing that runs on a GPU
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
 NO_CODE = ("ctx", "kind", "type_comment", "type_params")  # fields of syntax trees that are left out
+METHODS = ("launches", "outputs", "space", "inputs", "reference", "cost", "results", "modelled_ns")  # of kernels
 FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
 @lru_cache(maxsize=256)
 def fingerprint(kernel: Kernel) -> str:
-    """Return 16 hexadecimal digits that change when the code that the kernel launches changes."""
+    """Return 16 hexadecimal digits that change when the code that the kernel launches changes.
+
+    Raises ToolkitError if its source can't be read.
+    """
     parts: dict[str, str] = {}
     for method in ("launches", "outputs"):
         function = getattr(type(kernel), method)
-        _gather(function, function.__module__, type(kernel), parts)
+        try:
+            _gather(function, function.__module__, type(kernel), parts)
+        except OSError as error:
+            raise _no_source(kernel, str(error)) from error
     text = "\n".join(f"{name}:\n{source}" for name, source in sorted(parts.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -152,11 +159,20 @@ class Origin:
 
 
 def origin(kernel: Kernel) -> Origin:
-    """Return where `kernel` is defined. For a notebook this is one cell, which must define everything that the kernel needs."""
-    launches = inspect.unwrap(type(kernel).launches)
-    file = launches.__code__.co_filename
+    """Return where `kernel` is defined. For a notebook this is one cell, which must define everything that the kernel needs.
+
+    Raises ToolkitError if its source can't be read.
+    """
+    kind = type(kernel)
+    # A class may inherit launches() from one in another file.
+    own = next((vars(kind)[name] for name in METHODS if isinstance(vars(kind).get(name), types.FunctionType)), None)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) if own is None else None
+    file = file or inspect.unwrap(own or kind.launches).__code__.co_filename
     text = Path(file).read_text() if Path(file).is_file() else "".join(linecache.getlines(file))
     if not text:
-        do = "Define the kernel in a file or a notebook cell"
-        raise ToolkitError(f"the source of kernel {kernel.name!r}", f"{file} can't be read", do)
-    return Origin(kernel.name, type(kernel).__module__, file, text)
+        raise _no_source(kernel, f"{file} can't be read")
+    return Origin(kernel.name, kind.__module__, file, text)
+
+
+def _no_source(kernel: Kernel, found: str) -> ToolkitError:
+    return ToolkitError(f"the source of kernel {kernel.name!r}", found, "Define the kernel in a file or a notebook cell")
