@@ -292,6 +292,15 @@ def test_only_what_is_kept_of_a_gpu_is_shown(folder: Path, capsys: pytest.Captur
     assert told.count("\n") == 2
 
 
+def test_a_damaged_file_does_not_hide_those_of_other_gpus(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_rows("h200", H200, ROWS)
+    tuned_path("another").write_text("{")
+    status, told = run(capsys, "show")
+    assert status == 0
+    assert "h200: NVIDIA H200, 132 SMs" in told
+    assert "Warning: another.json was renamed to another.set-aside-1" in told
+
+
 def test_stopping_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped() -> list[str]:
         raise KeyboardInterrupt

@@ -73,14 +73,16 @@ def _seconds(text: str) -> float:
 
 
 def _show(options: argparse.Namespace) -> None:
-    gpus = [options.gpu] if options.gpu else kept_gpus()
-    for gpu in gpus:
-        device, kept = _kept(gpu).device, _kept(gpu)
+    found = {options.gpu: _kept(options.gpu)} if options.gpu else {gpu: read_tuned(gpu) for gpu in kept_gpus()}
+    for gpu, kept in found.items():
+        if kept is None:  # a damaged file, of which a warning tells
+            continue
+        device = kept.device
         clocks = f", {device.sm_clock_mhz} MHz" if device.sm_clock_mhz else ""
         print(f"{gpu}: {device.name}, {device.sms} SMs, compute capability {device.compute_capability}{clocks}")
         for kernel, shape in dict.fromkeys((kernel, shape) for kernel, shape, _ in kept.rows):
             print(f"  {kernel} {shape}\n    {_winner(kept.configs(kernel, shape))}")
-    if not gpus:
+    if not found:
         print("No timings are stored. On a machine with a CUDA GPU, run `python -m toolkit.tune warm KERNEL`.")
 
 
