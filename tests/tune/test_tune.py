@@ -286,6 +286,15 @@ def test_lookup_of_the_same_capability_checks_the_limits() -> None:
     assert tune.choose(TOY, ODD, "rtx-5090").config == MEDIUM
 
 
+def test_a_program_on_another_gpu_of_the_same_capability_decides() -> None:
+    other = DeviceFacts("NVIDIA Another", "12.0", 20, 1)
+    alone = Record("ok", us=1.0, shared_bytes=4096, registers=64, kernel=fingerprint(TOY))
+    in_step = replace(alone, us=2.0, program="a step", program_ms=5.0)
+    rows = {SMALL: replace(alone, program="a step", program_ms=6.0), MEDIUM: in_step, OVERSIZED: alone}
+    add_rows("another", other, {("toy_matmul", ODD.key, words(config)): row for config, row in rows.items()})
+    assert tune.choose(TOY, ODD, "rtx-5090").config == MEDIUM
+
+
 def test_kernels_and_shapes_are_looked_up_by_name() -> None:
     kernel = tune.kernels()["read"]
     (name, shape), *_ = kernel.known.items()

@@ -181,7 +181,12 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
         if far[key] < math.inf and (config := _config(words)).prefer(-1) in space:
             assert kept is not None
             found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
-    return sorted(found, key=lambda one: (one.far, one.shape, one.record.program_ms or math.inf, one.us))
+    return sorted(found, key=_order)
+
+
+def _order(one: Timed) -> tuple[float, str, float, float]:
+    """Return the sort key of the best config: nearest, then fastest in a program, then fastest alone."""
+    return one.far, one.shape, one.record.program_ms or math.inf, one.us
 
 
 def distance(kernel: Kernel, shape: Shape, key: str) -> float:
@@ -235,7 +240,7 @@ def _of_same_capability(kernel: Kernel, shape: Shape, card: Card) -> Iterator[Ti
         kept = _kept(gpu) if gpu != card.key else None
         if kept is not None and kept.device.compute_capability == card.facts.compute_capability:
             found += timed(kernel, shape, kept)
-    yield from filter(partial(_fits, kernel, card), sorted(found, key=lambda one: (one.far, one.us)))
+    yield from filter(partial(_fits, kernel, card), sorted(found, key=_order))
 
 
 def _fits(kernel: Kernel, card: Card, one: Timed) -> bool:
