@@ -72,3 +72,18 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 < row["ms"] < 9  # 4.7 GB at 1 TB/s
     gc.collect()
     tk.device(GPU)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--prompts", "many"], "argument --prompts: 'many' is not a list"), (["--prompts", "-5"], "argument --prompts"),
+    (["--prompts", "8,"], "argument --prompts: '8,' is not a list"), (["--kernels", "read"], "--kernels needs --tune"),
+])  # fmt: skip
+def test_arguments_that_make_no_sense(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", GPU, *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_a_kernel_that_does_not_exist_is_not_tuned() -> None:
+    with pytest.raises(tk.errors.UnknownNameError, match="kernel 'atention_decode'"):
+        main(["--device", GPU, "--tune", "--kernels", "atention_decode"])

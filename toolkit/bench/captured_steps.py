@@ -27,6 +27,7 @@ from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
+from toolkit.kernels.registry import find_kernel
 from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.ops.zeros import COUNTERS, own_counters
@@ -138,21 +139,33 @@ def compare(modelled: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
     return [(row["model"], row["prompt"], times[row["model"], row["prompt"]], row["ms"]) for row in measured["rows"]]
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    """Return the numbers of prompt tokens in `text`. Raises argparse.ArgumentTypeError for anything else."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and 0 < len(part) < 10 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of tokens, separated by commas")
+    return tuple(map(int, parts))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.captured_steps", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--model", choices=list(PROMPTS), help="only this one")
-    parser.add_argument("--prompts", help="numbers of prompt tokens, separated by commas (default: those of the records)")
+    parser.add_argument(
+        "--prompts", type=_lengths, help="numbers of prompt tokens, separated by commas (default: those of the records)"
+    )
     parser.add_argument("--kv", default=PLAIN, help=f'formats of the cache, separated by commas: "{PLAIN}", "int8"...')
     parser.add_argument("--tune", action="store_true", help="tune the kernels in the steps first")
     parser.add_argument("--kernels", help="with --tune: only these, separated by commas")
     parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
-    asked = tuple(map(int, options.prompts.split(","))) if options.prompts else None
-    prompts = {name: asked or lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}
+    prompts = {name: options.prompts or lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}
     kv = [None if name == PLAIN else name for name in options.kv.split(",")]
-    tuned = (options.kernels.split(",") if options.kernels else ()) if options.tune else None
+    kernels = [find_kernel(name).name for name in options.kernels.split(",")] if options.kernels else ()
+    if kernels and not options.tune:
+        parser.error("--kernels needs --tune")
+    tuned = kernels if options.tune else None
     write_record(bench(options.device, prompts, tuned, kv), options.out)
     return 0
 
