@@ -11,7 +11,6 @@ flash-linear-attention) are timed on problems of the same size if they are insta
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 
 from toolkit import tune
 from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
-from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.bench.record import about, out_file, read_record, run_command, write_record
 from toolkit.core.units import bandwidth_text
 from toolkit.kernels.base import Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
@@ -188,7 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=out_file, help="also write the record to this JSON file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a record as Markdown; no GPU needed")
     options = parser.parse_args(arguments)
-    record = json.loads(options.table.read_text()) if options.table else bench(options.only, options.out)
+    known = read_record(options.table, "gpu", "read_bytes_per_s", "rows") if options.table else None
+    record = known or bench(options.only, options.out)
     if options.out:
         write_record(record, options.out)
     print(table(record))

@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from toolkit.core.errors import ToolkitError
-from toolkit.core.files import check_writable, replace_text
+from toolkit.core.errors import FormatError, ToolkitError
+from toolkit.core.files import check_writable, read_regular, replace_text, shown
+from toolkit.core.schema import parse_json
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 
+LARGEST = 64 << 20  # bytes of a record
 _NUMBERS = re.compile(r"\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]")  # a list of numbers, one per line
 
 
@@ -86,6 +88,18 @@ def write_record(record: dict[str, Any], out: Path | None) -> None:
     except ToolkitError:
         print(text, end="")
         raise
+
+
+def read_record(path: Path, *names: str) -> dict[str, Any]:
+    """Return the record in a JSON file. Raises FormatError if the file can't be read, or has no record with these fields."""
+    asked = f"the record in {shown(path)}"
+    try:
+        record: dict[str, Any] = parse_json(read_regular(path, asked, FormatError, LARGEST), dict[str, Any])
+        if missing := [name for name in names if name not in record]:
+            raise ValueError(f"it has no field {missing[0]!r}")
+        return record
+    except ValueError as error:
+        raise FormatError(asked, str(error), "Give a file that this benchmark wrote with --out") from error
 
 
 def process_bytes(*fields: str) -> list[int]:
