@@ -56,9 +56,9 @@ def explore(
     """Return resources, limits and time (measured or modelled) of every config of a problem on every GPU.
 
     `kernel` is a Kernel or its name; `shape` is a Shape, its key or its name (by default the kernel's first known shape);
-    `gpus` are keys of the catalogue (by default all of them); `configs` default to the kernel's whole space. Configs are
-    compiled, which needs no GPU, but not timed: stored timings are shown as measured, other times are modelled. Raises
-    UnknownNameError for an unknown name, DeviceError if Triton is not installed, and CancelledError.
+    `gpus` are GPUs as `choose` takes them (by default the catalogue, and this machine's GPU); `configs` default to the kernel's
+    whole space. Configs are compiled, which needs no GPU, but not timed: stored timings are shown as measured, other times are
+    modelled. Raises UnknownNameError for an unknown name, DeviceError if Triton is not installed, and CancelledError.
     """
     chosen = find_kernel(kernel)
     problem, cards = find_shape(chosen, shape), find_cards(gpus)
@@ -84,7 +84,8 @@ def warm(
     `what` is a model (any object with `kernel_shapes()`), a kernel or its name (for its known shapes), or (kernel, shape)
     pairs. `again` also repeats configs with stored timings, including those shipped with the package. Setting `cancel` raises
     CancelledError; timings so far are stored, and another call resumes. Without a CUDA GPU, or for a GPU that is not in this
-    machine, configs are only compiled, and a note says so.
+    machine, configs are only compiled, and a note says so. Raises UnknownNameError for an unknown kernel, shape or GPU,
+    ToolkitError for anything else that can't be tuned, and DeviceError if Triton or the GPU `device` is missing.
 
     With a `cluster` (`tk.cluster("cuda")`), its GPUs share the work, instead of `device`. If one of its processes ends, the
     others time its configs. Their timings are stored in one file per type of GPU.
@@ -134,7 +135,10 @@ def problems_of(what: Any) -> list[tuple[Kernel, Shape]]:
 
 
 def choices() -> pd.DataFrame:
-    """Return one row per lookup in this process: the kernel, its config, the step of the lookup that found it, and why."""
+    """Return one row per lookup in this process since timings were last added.
+
+    A row has the kernel, the shape, the GPU, the config, the step of the lookup that found it, and why.
+    """
     import pandas as pd
 
     rows = [{**asdict(one), "config": words(one.config)} for one in lookup.choices()]

@@ -66,7 +66,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rows of one call of `explore` or `warm`, with notes on work that was not done and why."""
+    """The rows of one call of `explore` or `warm`, with notes on work that was not done and why.
+
+    Methods raise UnknownNameError for a GPU or problem that the table doesn't have, and ToolkitError if it has several problems
+    and `shape` is None.
+    """
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
