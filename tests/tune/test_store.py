@@ -99,8 +99,11 @@ def test_one_row_more_leaves_the_others() -> None:
         (Tuned(H200, ROWS).to_text().replace("35.7", '"35.7"'), "expected `float | null`, got `str`"),
         (Tuned(H200, ROWS).to_text().replace("block_n=64", "block_n=many"), "invalid literal"),
         (Tuned(H200, ROWS).to_text().replace('"cosine"', '"kosinus"'), "kosinus"),
-        (Tuned(H100, ROWS).to_text(), "it has timings of a NVIDIA H100 80GB HBM3 with 132 SMs, but this GPU is a NVIDIA H200"),
-        (Tuned(replace(H200, sms=114), ROWS).to_text(), "with 114 SMs, but this GPU is a NVIDIA H200 with 132 SMs"),
+        (Tuned(H100, ROWS).to_text(),
+         "a NVIDIA H100 80GB HBM3 (compute capability 9.0) with 132 SMs, but this GPU is a NVIDIA H200"),
+        (Tuned(replace(H200, compute_capability="9.1"), ROWS).to_text(), "(compute capability 9.1) with 132 SMs, but this"),
+        (Tuned(replace(H200, sms=114), ROWS).to_text(),
+         "with 114 SMs, but this GPU is a NVIDIA H200 (compute capability 9.0) with 132 SMs"),
         ("[" * 100_000, "nested too deeply"),
     ],
     ids=lambda text: text[:24] if len(text) < 60 else "",
@@ -244,8 +247,18 @@ def test_merging(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Merge only files of the same GPU" in told
     (folder / "other").write_text(Tuned(replace(H200, sms=114), ROWS).to_text())  # cards of one name differ in their SMs
     told = run(capsys, "merge", folder / "a", folder / "other", "--out", folder / "c")[1]
-    assert "other has timings of a NVIDIA H200 with 114 SMs" in told
-    assert "a of a NVIDIA H200 with 132 SMs" in told
+    assert "other: it has timings of a NVIDIA H200 (compute capability 9.0) with 114 SMs" in told
+    assert "a of a NVIDIA H200 (compute capability 9.0) with 132 SMs" in told
+
+
+def test_importing_a_file_of_another_gpu_leaves_what_is_stored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_rows("h200", H200, ROWS)
+    (folder / "other.json").write_text(Tuned(replace(H200, compute_capability="9.1"), ROWS).to_text())
+    status, told = run(capsys, "import", folder / "other.json")
+    assert status == 1
+    assert "it has timings of a NVIDIA H200 (compute capability 9.1)" in told
+    assert told.count("\n") == 1
+    assert read_tuned("h200", H200) == Tuned(H200, ROWS)
 
 
 @pytest.mark.parametrize(("command", "says"), [

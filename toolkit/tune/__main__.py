@@ -12,7 +12,7 @@ from pathlib import Path
 from toolkit.core.errors import CancelledError, FormatError, ToolkitError, unknown_name
 from toolkit.core.files import replace_text
 from toolkit.core.units import drop_output, print_any_text, seconds_text, unwritten
-from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
+from toolkit.tune.store import DeviceFacts, Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -122,7 +122,8 @@ def _import(options: argparse.Namespace) -> None:
 
     found = Tuned.read(options.file)
     gpu = key_of(found.device.name, found.device.sms)
-    kept = read_tuned(gpu, found.device) or Tuned(found.device)
+    kept = read_tuned(gpu) or Tuned(found.device)
+    _check_card(f"importing {options.file}", found.device, kept.device, "those already stored")
     kept.merge(found)
     new = {place: row for place, row in found.rows.items() if kept.rows[place] is row}
     try:
@@ -135,12 +136,17 @@ def _import(options: argparse.Namespace) -> None:
 def _merge(options: argparse.Namespace) -> None:
     whole, *others = [Tuned.read(path) for path in options.files]
     for path, other in zip(options.files[1:], others, strict=True):
-        if not other.device.same_card(whole.device):
-            found = f"{path} has timings of {other.device.card}, {options.files[0]} of {whole.device.card}"
-            raise FormatError("merging timings", found, "Merge only files of the same GPU")
+        _check_card(f"merging {path}", other.device, whole.device, str(options.files[0]))
         whole.merge(other)
     _write(options.out, whole)
     print(f"{len(whole.rows)} rows of {whole.device.name} written to {options.out}")
+
+
+def _check_card(asked: str, new: DeviceFacts, known: DeviceFacts, whose: str) -> None:
+    """Raise FormatError unless both are the same model of GPU."""
+    if not new.same_card(known):
+        found = f"it has timings of {new.card}, {whose} of {known.card}"
+        raise FormatError(asked, found, "Merge only files of the same GPU")
 
 
 def _warm(options: argparse.Namespace) -> None:

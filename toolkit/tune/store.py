@@ -75,8 +75,8 @@ class DeviceFacts:
 
     @property
     def card(self) -> str:
-        """The model for messages: "a NVIDIA H200 with 132 SMs"."""
-        return f"a {self.name} with {self.sms} SMs"
+        """The model for messages: "a NVIDIA H200 (compute capability 9.0) with 132 SMs"."""
+        return f"a {self.name} (compute capability {self.compute_capability}) with {self.sms} SMs"
 
     def same_card(self, other: DeviceFacts) -> bool:
         """Return whether both are the same model with the same SM count. Clocks and visible memory may differ."""
