@@ -9,10 +9,11 @@ import pytest
 
 import toolkit.tune
 from toolkit import tune
+from toolkit.core.units import seconds_text
 from toolkit.kernels.registry import find_kernel
 from toolkit.tune.identity import fingerprint
 from toolkit.tune.lookup import choose, forget
-from toolkit.tune.store import from_words
+from toolkit.tune.store import SHIPPED, Tuned, from_words
 
 FILES = sorted((Path(toolkit.tune.__file__).parent / "tuned").glob("*.json"))
 
@@ -55,3 +56,15 @@ def test_a_gpu_that_is_not_there_gets_what_was_timed(tmp_path: Path, monkeypatch
     row = tune.explore(kernel, shape, "h100", [choice.config], progress=False).best("h100")
     assert (choice.step, row.clock) == ("this device", "measured")
     assert 20e3 < row.ns < 50e3
+
+
+def test_the_example_of_the_guide_has_the_shipped_time() -> None:
+    """If this fails, run the example in docs/guides/kernels.md again, and update its output."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "kernels.md").read_text()
+    shown = guide.partition("```text\n")[2].partition("```")[0]
+    kernel = find_kernel("attention_decode")
+    key = kernel.known["qwen3-8b 8k"].key
+    rows = Tuned.read(SHIPPED / "h200.json").configs(kernel.name, key)
+    us, best = min((row.us or 0.0, config) for config, row in rows.items() if row.verdict == "ok")
+    assert shown.startswith(f"{kernel.name} {key}\n")
+    assert f"  {from_words(best)!r}  # h200: {seconds_text(us / 1e6)} measured" in shown
