@@ -223,6 +223,20 @@ def test_a_cell_that_lacks_something(old: str, new: str, said: str, monkeypatch:
     assert error.startswith("The compiler ") == bool(said)
 
 
+def test_inputs_that_fail_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fingerprint leaves out inputs(), so a result would be found again after inputs() was mended."""
+    from toolkit.tune import compile_worker
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no generator on meta")
+
+    monkeypatch.setattr(compile_worker.driver, "set_active", lambda driver: None)
+    monkeypatch.setattr(ToyMatmul, "inputs", fails)
+    error = compile_worker.compile_for(TOY, ODD.key, SMALL, 90).error
+    assert error == "The compiler could not make the inputs: RuntimeError: no generator on meta"
+    assert error.startswith(compiling.NOT_KEPT)
+
+
 def test_cancelling_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
 

@@ -160,9 +160,24 @@ def test_a_problem_too_large_for_the_gpu_is_a_note(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(TOY), "reference", reference)
     clock = FakeClock()
     table = tuned([SMALL, FAULTY[-1]], clock)
-    assert "was not timed: Tried to allocate 100 GiB" in table.notes[0]
+    assert table.notes == (f"1 config of toy_matmul {ODD.key} not timed: Tried to allocate 100 GiB",)
     assert [row.verdict for row in table.rows] == ["untried", "failed"]
     assert clock.timed == []
+
+
+def test_memory_that_others_use_is_no_fault_of_a_config() -> None:
+    class Full(FakeClock):
+        def __call__(self, *args: object) -> Timing:
+            if self.timed:
+                raise torch.OutOfMemoryError("Tried to allocate 100 GiB")
+            return super().__call__(*args)  # type: ignore[arg-type]
+
+    table = tuned([SMALL, MEDIUM, OVERSIZED], Full())
+    assert table.notes == (f"2 configs of toy_matmul {ODD.key} not timed: Tried to allocate 100 GiB",)
+    assert sorted(row.verdict for row in table.rows) == ["ok", "untried", "untried"]
+    later = FakeClock()
+    assert {row.verdict for row in tuned([SMALL, MEDIUM, OVERSIZED], later).rows} == {"ok"}
+    assert len(later.timed) == 2
 
 
 def test_cancelling_keeps_what_was_timed() -> None:

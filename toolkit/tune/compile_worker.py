@@ -54,6 +54,9 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
     try:
         shape = kernel.shape_type.from_key(shape_key)
         inputs = kernel.inputs(shape, "meta")
+    except Exception as error:  # the fingerprint doesn't change if inputs() is mended
+        return Compiled(error=f"{NOT_KEPT}could not make the inputs: {message(error)}")
+    try:
         launches = kernel.launches(shape, config, inputs, kernel.outputs(shape, inputs))
         uses = tuple(compile_launch(launch) for launch in launches if 0 not in launch.grid)
         for launch in launches:

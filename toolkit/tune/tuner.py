@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from toolkit.core.units import plural
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.registry import configs_of
 from toolkit.tune.cards import Card
@@ -146,24 +147,26 @@ class _Problem:
         fitting.sort(key=lambda config: estimate(self.kernel, self.shape, config, self.compiled[config], spec).ns)
         if not fitting or self.tuner.device is None:
             return ()
+        done = 0
         try:
             gates = [Gate(self.kernel, self.shape, self.tuner.device, self.tuner.seed + n) for n in range(2)]
-        except torch.OutOfMemoryError as error:
-            return (f"{self.kernel.name} {self.shape.key} was not timed: {' '.join(str(error).split())}"[:300],)
-        for done, config in enumerate(fitting):
-            self.tuner.step(done, len(fitting), f"timing {words(config)}")
-            self.add(config, self.measure(config, gates))
-            if is_broken(self.tuner.device):
-                return (
-                    f"{words(config)} made the CUDA context unusable: tune again in a new process, which skips this config",
-                )
+            for done, config in enumerate(fitting):
+                self.tuner.step(done, len(fitting), f"timing {words(config)}")
+                self.add(config, self.measure(config, gates))
+                if is_broken(self.tuner.device):
+                    return (
+                        f"{words(config)} made the CUDA context unusable: tune again in a new process, which skips this config",
+                    )
+        except torch.OutOfMemoryError as error:  # perhaps other programs use the memory
+            left = f"{plural(len(fitting) - done, 'config')} of {self.kernel.name} {self.shape.key}"
+            return (f"{left} not timed: {' '.join(str(error).split())}"[:300],)
         self.tuner.step(len(fitting), len(fitting), "")
         return ()
 
     def measure(self, config: Config, gates: Sequence[Gate]) -> Record:
         """Check one config, and time it if it is correct. A new best is checked again on other inputs.
 
-        An exception of a launch is recorded as "failed".
+        An exception of a launch is recorded as "failed". Raises torch.OutOfMemoryError.
         """
         assert self.tuner.clock is not None
         first, second = gates
@@ -174,6 +177,8 @@ class _Problem:
             timing = self.tuner.clock(self.kernel, self.shape, config, first.inputs, self.best_ns)
             if timing.ns < self.best_ns and not (again := second.check(config)).right:
                 return wrong(again, second.seed)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             return Record("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:600])
         return Record(
