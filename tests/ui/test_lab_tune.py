@@ -65,6 +65,15 @@ def test_kernels_shapes_and_gpus_are_offered(app: Lab) -> None:
     assert app.work.cancel_button.disabled
 
 
+def test_listing_again_keeps_what_was_chosen(app: Lab) -> None:
+    panel = app.tune
+    panel.kernel_field.value = "a_norm"
+    panel.shape_field.value = "a_norm small"
+    panel.list_button.click()
+    assert app.wait(10)
+    assert (panel.kernel_field.value, panel.shape_field.value) == ("a_norm", "a_norm small")
+
+
 def test_exploring_shows_the_table(app: Lab, explorer: Explorer) -> None:
     panel = app.tune
     panel.gpus_field.value = ("l4", "h200")

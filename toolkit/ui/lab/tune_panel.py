@@ -66,9 +66,10 @@ class TunePanel(Panel):
 
     def _list(self) -> None:
         self.status.value = "Importing the kernels ..."
-        self._kernels = tune.kernels()
-        self.kernel_field.options = list(self._kernels)
-        self.kernel_field.value = next(iter(self._kernels))
+        if not self._kernels:  # else the fields keep what was chosen
+            self._kernels = tune.kernels()
+            self.kernel_field.options = list(self._kernels)
+            self.kernel_field.value = next(iter(self._kernels))
         self.status.value = f"{len(self._kernels)} kernels. Choose one, a shape and GPUs, and press Explore."
 
     def _offer_shapes(self) -> None:
