@@ -75,12 +75,17 @@ def configs_of(kernel: Kernel, shape: Shape, configs: Any = None) -> list[Config
     A config of the space with its numbers in another order is returned as it is in the space, because stored timings have its
     text. Raises ToolkitError for anything but configs, and if the space is empty.
     """
-    space = _only_configs(kernel, kernel.space(shape))
+    space = space_of(kernel, shape)
     if configs is None and not space:
         raise ToolkitError(f"configs of {kernel.name}", f"space() has none for {shape.key}", "Return at least one from space()")
     same = {frozenset(one.to_dict().items()): one for one in space}
     asked = space if configs is None else _only_configs(kernel, configs)
     return list(dict.fromkeys(same.get(frozenset(one.to_dict().items()), one) for one in asked))
+
+
+def space_of(kernel: Kernel, shape: Shape) -> list[Config]:
+    """Return the kernel's space for a shape. Raises ToolkitError if it holds anything but configs."""
+    return _only_configs(kernel, kernel.space(shape))
 
 
 def _only_configs(kernel: Kernel, configs: Any) -> list[Config]:

@@ -26,7 +26,7 @@ import torch
 from toolkit.core.errors import DeviceError, ToolkitError
 from toolkit.core.units import seconds_text
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.registry import configs_of, find_kernel, find_shape
+from toolkit.kernels.registry import configs_of, find_kernel, find_shape, space_of
 from toolkit.tune.cards import Card, find_card
 from toolkit.tune.compiling import Job, Kept
 from toolkit.tune.estimate import estimate
@@ -172,7 +172,7 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
     Those that were timed in a program (`tune.in_step`) precede those that were only timed alone, the fastest program first.
     Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
-    found, far, space, code = [], {shape.key: 0.0}, set(configs_of(kernel, shape)), fingerprint(kernel)
+    found, far, space, code = [], {shape.key: 0.0}, set(space_of(kernel, shape)), fingerprint(kernel)
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
         if name != kernel.name or row.verdict != "ok" or row.us is None or (row.kernel != code) != earlier:
             continue
