@@ -150,7 +150,7 @@ def _add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help="predict the GPU memory of exporting and running a model; needs no GPU")
     parser.add_argument("model", help='"Qwen/Qwen3-8B", "random/gemma4-31b", a folder, a .gguf file')
     parser.add_argument("--device", default="auto", help='"rtx-4090", "cuda"... (default: CUDA if available, or h200)')
-    parser.add_argument("--context", type=int, help="positions in the cache (default: 4,096)")
+    parser.add_argument("--context", type=int, help="positions in the cache (default: 4,096, or the model's maximum)")
     parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
     parser.add_argument("--dtype", help='the dtype of computation, such as "bfloat16" (default: that of the model)')
     parser.add_argument("--kv", default="auto", help='"none", "int8", "k4v8", "int4" (default: "auto", the first that fits)')

@@ -238,6 +238,8 @@ def test_a_plan_says_how_much_memory_it_leaves(gemma):
     assert repr(plan).endswith("measured once, on an H200; on other GPUs it may differ.")
     tight = tk.plan(gemma, "h200", context=4096, kv=None, run_budget=plan.run_bytes + 40 * MiB)
     assert said(tight) == f"fits: running leaves only 40.0 MiB of {bytes_text(plan.run_bytes + 40 * MiB)}"
+    assert f"\nrunning within {bytes_text(plan.run_bytes + 40 * MiB)}\n" in repr(tight)
+    assert "\nrunning\n" in repr(plan)
     assert "measured once" not in repr(tight)
     assert "Fits: running leaves only 40.0 MiB of" in tight._repr_html_()
     over = tk.plan(gemma, "h200", context=4096, kv=None, run_budget=plan.run_bytes - MiB)
@@ -331,9 +333,14 @@ def test_gpus_are_given_by_spec_or_name():
     for given in (["h200", tk.GPUS["l4"]], ("h200", "l4")):
         assert list(plan.gpus(given).index) == list(costs.gpus(given).index) == ["h200", "l4"]
     assert list(plan.gpus("l4").index) == list(costs.gpus("l4").index) == ["l4"]
+    assert costs.bound("l4") == costs.bound(tk.GPUS["l4"])
     for found in (plan, costs):
+        assert list(found.gpus([]).columns) == list(found.gpus("l4").columns)
+        assert not len(found.gpus([]))
         with pytest.raises(tk.ToolkitError, match="GPU 'h300': no such name"):
             found.gpus(["h300"])
+    with pytest.raises(tk.ToolkitError, match="GPU 'h300': no such name"):
+        costs.bound("h300")
 
 
 def test_a_plan_takes_a_gpu_of_the_catalogue_and_no_cluster():
@@ -386,6 +393,8 @@ def test_advice_for_running_works(gemma):
     (problem,) = tk.plan("demo/qwen3", "h200", kv=None, run_budget="732 MiB").problems
     least = problem.do.rpartition('run_budget of at least "')[2].rstrip('"')
     assert tk.plan("demo/qwen3", "h200", kv=None, run_budget=least).fits
+    (problem,) = tk.plan("demo/qwen3", "h200", kv=None, run_budget="1 MiB").problems
+    assert problem.do.startswith("Use a smaller scheme: not even 256 tokens fit, or use a run_budget")  # the card is no problem
 
 
 def test_on_the_cpu_the_scores_of_all_heads_count():

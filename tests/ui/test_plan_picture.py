@@ -58,6 +58,13 @@ def test_what_does_not_fit_is_said_and_a_budget_beside_it_is_drawn():
     assert "Fits: " not in page
 
 
+def test_a_budget_for_running_is_not_called_the_memory_of_the_gpu():
+    page = shown(run_budget="8 GiB")._repr_html_()
+    assert "budget 8.00 GiB" in page
+    assert "GPU memory 8.00 GiB" not in page
+    assert "GPU memory 31.4 GiB" in shown(run_budget="32 GiB")._repr_html_()
+
+
 def test_names_are_escaped():
     plan = tk.plan(describe("demo/qwen3"), "h200", name="<script>alert(1)</script>")
     assert "<script" not in plan._repr_html_()

@@ -150,8 +150,9 @@ class Costs(Shown):
         """The number of layers."""
         return 1 + max((number for part in self.parts for number in part.layers), default=-1)
 
-    def bound(self, card: GpuSpec) -> Bound:
-        """Return the upper bound for `card`."""
+    def bound(self, card: GpuSpec | str) -> Bound:
+        """Return the upper bound for `card`, a spec or its key."""
+        (card,) = find_specs(card)
         return Bound(
             card=card,
             needs_bytes=self.weight_bytes + self.state_held_bytes,
@@ -215,6 +216,10 @@ class Costs(Shown):
         """
         import pandas as pd
 
+        columns = [
+            "gpu", "tok_per_s_limit", "tok_per_s_reachable", "limited_by", "bandwidth_bytes_per_s",
+            "reached_bandwidth_bytes_per_s", "how", "memory_bytes", "needs_bytes", "fits", "longest_context",
+        ]  # fmt: skip
         rows = [
             {
                 "gpu": bound.card.key, "tok_per_s_limit": bound.tok_per_s, "tok_per_s_reachable": bound.reached_tok_per_s,
@@ -226,7 +231,7 @@ class Costs(Shown):
             }
             for bound in self.bounds(cards)
         ]  # fmt: skip
-        return pd.DataFrame(rows).set_index("gpu").astype({"longest_context": "Int64"})
+        return pd.DataFrame(rows, columns=columns).set_index("gpu").astype({"longest_context": "Int64"})
 
     def contexts(self) -> pd.DataFrame:
         """Return one row per context length: bytes of weights and state read per token, operations, bytes of state stored."""

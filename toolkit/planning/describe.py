@@ -85,7 +85,7 @@ def plan(
         model: a loaded model, or a name that `tk.load` accepts (`scheme` and `dtype` as there).
         device: a name that `tk.device` accepts, or a GPU of `tk.GPUS`. The GPU need not exist, and a virtual GPU is not opened.
         budget: GPU memory for the export, in bytes or as text ("4 GiB").
-        context: tokens in the KV cache (default: 4,096, or that of a package).
+        context: tokens in the KV cache (default: 4,096, the model's maximum if that is less, or that of a package).
         kv: format of keys and values. "none" (or None) is plain, "auto" the first of plain, "int8", "k4v8" and "int4" that
             fits. A package has its own format.
         run_budget: GPU memory for running (default: all memory of the GPU).

@@ -210,7 +210,8 @@ class Plan:
         """Return `fits_on` as a table with one row per card."""
         import pandas as pd
 
-        return pd.DataFrame(self.fits_on(cards)).set_index("gpu").astype({"longest_context": "Int64"})
+        columns = ["gpu", "memory_bytes", "can_export", "can_run", "run_bytes", "spare_bytes", "longest_context"]
+        return pd.DataFrame(self.fits_on(cards), columns=columns).set_index("gpu").astype({"longest_context": "Int64"})
 
     def __repr__(self) -> str:
         return text(self)
@@ -364,7 +365,8 @@ def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
     if plan.run_bytes > plan.run_budget_bytes:
         longest = longest_context(plan.sizes, plan.card, plan.run_budget_bytes, plan.chunk)
         worst = max(plan.run, key=lambda p: p.device_bytes)
-        do = f"Lower context to {longest:,}" if longest else f"Use a smaller scheme or {larger}: not even 256 tokens fit"
+        instead = f"a smaller scheme{f' or {larger}' if plan.run_bytes > has else ''}"
+        do = f"Lower context to {longest:,}" if longest else f"Use {instead}: not even 256 tokens fit"
         codes = next((kv for kv in KV_SCHEMES if _fits_with(kv, plan, models)), None) if plan.kv is None else None
         do += f', or use kv="{codes}"' if codes else ""
         if plan.run_bytes <= has:
@@ -414,9 +416,10 @@ def _host_bytes() -> int:
 def text(plan: Plan) -> str:
     """Return the plan as text for a terminal."""
     budget = "" if plan.budget_bytes is None else f" within {bytes_text(plan.budget_bytes)}"
+    running = f"running within {bytes_text(plan.run_budget_bytes)}" if plan.run_budget_bytes < _memory(plan.card) else "running"
     lines = [f"{plan.model} for {plan.where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
     lines += [plan.unquantized] if plan.unquantized else []
-    for title, phases in ((f"exporting{budget}", plan.export), ("running", plan.run)):
+    for title, phases in ((f"exporting{budget}", plan.export), (running, plan.run)):
         lines.append(title)
         for phase in phases:
             parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in phase.parts.items())

@@ -37,7 +37,8 @@ def html(plan: Plan) -> str:
     cap = plan.budget_bytes, plan.run_budget_bytes if plan.card is not None else None
     memory = " (host memory)" if plan.card is None else ""
     titles = f"Exporting{memory}", f"Running{memory}"
-    limits = ("budget", cap[0]), ("GPU memory", cap[1])
+    whole = plan.card is None or plan.run_budget_bytes == plan.card.memory_bytes
+    limits = ("budget", cap[0]), ("GPU memory" if whole else "budget", cap[1])
     held = ([(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run))
     pictures = "".join(
         f'<div style="flex: 1 1 330px">{_picture(title, steps, *limit)}</div>'
