@@ -82,6 +82,13 @@ def test_odd_models_are_shown(model: nn.Module) -> None:
     assert "inf" not in page.split("</style>")[1].replace("info", "")
 
 
+def test_the_display_says_on_which_gpus_the_reachable_bandwidth_was_measured(gemma: object) -> None:
+    page = gemma._repr_html_()
+    for card in CATALOGUE.values():
+        share = f"{100 * card.reached_bandwidth_bytes_per_s / card.bandwidth_bytes_per_s:.0f} % on the {card.key.upper()}"
+        assert (share in page) == (card.source("reached_bandwidth_bytes_per_s").how == "measured"), card.key
+
+
 def test_a_context_of_nothing_and_one_beyond_what_the_model_knows() -> None:
     assert "0 B of state" in text(costs("random/qwen3-8b", context=0))
     assert "after 1,000,000" in text(costs("random/qwen3-8b", context=1_000_000))

@@ -27,7 +27,7 @@ _UNITS = (
 NOTE = (
     "Modelled, not measured. Limit: the bandwidth in the datasheet divided by the bytes that a token reads (or the time of the "
     "operations, if that is longer); no program is faster at batch size 1, and a small model is much slower, because it waits "
-    "for kernel launches. Reachable: with the bandwidth that a streaming kernel reaches, {how}. "
+    "for kernel launches. Reachable: with the share of that bandwidth that a streaming kernel reaches. {how} "
     'Fits: weights and state fit in the GPU\'s memory, without workspace; "to N" is the longest context that fits.'
 )
 
@@ -248,7 +248,12 @@ def gpus_html(costs: Costs) -> str:
     bounds = costs.bounds()
     most = max((b.tok_per_s for b in bounds if b.tok_per_s != float("inf")), default=1.0)
     rows = [_gpu_row(bound, most, _fits(costs, bound)) for bound in bounds]
-    how = "measured as 88 % of the datasheet on the H200 and assumed to be the same share on the others"
+    shares = [
+        f"{100 * card.reached_bandwidth_bytes_per_s / card.bandwidth_bytes_per_s:.0f} % on the {card.key.upper()}"
+        for card in (bound.card for bound in bounds)
+        if card.source("reached_bandwidth_bytes_per_s").how == "measured"
+    ]
+    how = f"It was measured as {' and '.join(shares)}, and is assumed to be 88 % on the others."
     head = ("GPU", "limit, tok/s", "", "reachable", "fits", "memory", "GB/s", "GiB/s", "limited by")
     return f'{_table(head, rows)}<p class="tk-note">{escape(f"{NOTE.format(how=how)} {_UNITS}")}</p>'
 
