@@ -64,6 +64,8 @@ def test_text_and_html_say_what_is_modelled(comparison):
     assert "388 B" in text
     older = dataclasses.replace(comparison, table=comparison.table.assign(launches=-1))  # its traces have no launches
     assert "-1" not in str(older)
+    slow = dataclasses.replace(comparison, table=comparison.table.assign(tok_per_s=0.3125))  # a large model on a CPU
+    assert "0.312 modelled" in str(slow)
     assert "<table" in comparison._repr_html_()
     assert "modelled" in comparison._repr_html_()
 

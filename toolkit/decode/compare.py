@@ -82,7 +82,7 @@ class Comparison:
         names = [column for column in ("model", "strategy") if column in self.table]
         shown = self.table[names].assign(**{"same tokens": self.table["same_tokens"]})
         shown["tok/s"] = [
-            "-" if np.isnan(rate) else f"{rate:,.0f} {clock}"
+            "-" if np.isnan(rate) else f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} {clock}"
             for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
         ]
         for name in ("kernels", "launches"):
