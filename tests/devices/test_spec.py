@@ -154,3 +154,8 @@ def test_what_looks_like_a_device_is_told_apart() -> None:
         open_device(CATALOGUE["h200"])  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match=r"a cluster has a device for each rank. Pass it to tk.load as cluster="):
         open_device(SimpleNamespace(device="virtual:h200", ranks=2))  # type: ignore[arg-type]
+    for thing, kind in ((None, "a NoneType"), (3, "an int"), (["cuda"], "a list")):
+        with pytest.raises(
+            DeviceError, match=f'^a device: {kind}. Give a name, such as "virtual:h200", or what tk.device returned'
+        ):
+            open_device(thing)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from toolkit.core.distributed import local_rank
-from toolkit.core.errors import DeviceError, brief, unknown_name
+from toolkit.core.errors import DeviceError, brief, kind_of, unknown_name
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device
@@ -55,7 +55,7 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
 
 
 def name_of(device: object) -> str:
-    """Return the text of a device's name. Raises DeviceError for a cluster, and for the figures of a GPU."""
+    """Return the text of a device's name. Raises DeviceError for a cluster, the figures of a GPU, and what is no device."""
     if isinstance(device, GpuSpec):
         do = f'Pass "virtual:{device.key}" for a virtual one, or "cuda" for the GPU of this machine'
         raise DeviceError(f"the device {device.key}", "these are the figures of a GPU, not a device", do)
@@ -63,6 +63,8 @@ def name_of(device: object) -> str:
     if isinstance(ranks, int):
         do = f'Pass it to tk.load as cluster=. For a plan, pass device="{each}" and tensor_parallel={ranks}'
         raise DeviceError(f"the device {brief(device)}", "a cluster has a device for each rank", do)
+    if not isinstance(device, str | torch.device):
+        raise DeviceError("a device", kind_of(device), 'Give a name, such as "virtual:h200", or what tk.device returned')
     return str(device)
 
 
