@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import toolkit as tk
 from toolkit.bench.published import LLAMA_CPP
 from toolkit.models.shapes import SHAPES
-from toolkit.ui.lessons.what_a_token_costs import MEASURED
+from toolkit.ui.lessons.what_a_token_costs import MEASURED, lesson
+from toolkit.weights.schemes import SCHEMES
 
 
 def test_the_measured_rates_are_those_of_the_reports() -> None:
@@ -26,6 +29,17 @@ def test_the_figures_of_the_cards() -> None:
     h200 = tk.GPUS["h200"]
     assert h200.reached_bandwidth_bytes_per_s == pytest.approx(4.22e12, rel=0.005)
     assert h200.reached_bandwidth_bytes_per_s / h200.bandwidth_bytes_per_s == pytest.approx(0.88, abs=0.005)
+
+
+def test_the_text_has_the_bits_and_bytes_of_the_schemes() -> None:
+    text = (Path(__file__).parents[2] / "notebooks" / "02_what_a_token_costs.ipynb").read_text(encoding="utf-8")
+    low, high = (f"{SCHEMES[name].bits_per_weight:.1f}" for name in ("q4_k", "q6_k"))
+    assert f"most matrices take {low} bits per weight" in text
+    assert f"the most important ones take {high}." in text
+    assert f"between {low} and {high}," in lesson.questions["bits"].hint
+    weights = tk.costs("random/qwen3-8b", context=0, scheme="q4_k_m").read_bytes
+    assert f"`q4_k_m`: {weights / 2**30:.2f} GiB" in text
+    assert f"{weights / 2**30:.2f} * 2**30" in lesson.questions["context"].answer
 
 
 def test_the_figures_of_the_models() -> None:

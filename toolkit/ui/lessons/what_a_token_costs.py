@@ -23,7 +23,7 @@ QUESTIONS = {
         who="the division",
     ),
     "bits": Question(
-        hint="The bytes decide, and they are proportional to the bits of a weight. The average is between 4.6 and 6.6, and "
+        hint="The bytes decide, and they are proportional to the bits of a weight. The average is between 4.5 and 6.6, and "
         "nearer to the first.",
         why="About {bits:.0f} bits per weight on average: 16 / {bits:.0f}. It is not 4 times, because scales and 6-bit "
         "matrices count, too.",
@@ -44,7 +44,7 @@ QUESTIONS = {
         "bytes of the weights?",
         why="36 x 2 x 8 x 128 x 2 bytes = {found[bytes]:,} bytes. After {found[tokens]:,.0f} tokens, half of the bytes "
         "read are keys and values.",
-        answer='{"bytes": 36 * 2 * 8 * 128 * 2, "tokens": 4.43 * 2**30 / (36 * 2 * 8 * 128 * 2)}',
+        answer='{"bytes": 36 * 2 * 8 * 128 * 2, "tokens": 4.35 * 2**30 / (36 * 2 * 8 * 128 * 2)}',
         within=0.05,
         who="the model",
     ),
