@@ -581,6 +581,7 @@ def substitutions() -> dict[str, Any]:
     for key, suffix in (("qwen3", ""), ("gemma4", "_gemma4"), ("qwen35", "_qwen3.5-moe")):
         virtual, real = (record(f"{name}_decode_copies{suffix}")["strategies"] for name in ("virtual_h200", "h200"))
         ratios[key] = span((100 * (one["ms_per_step"] / real[name]["ms_per_step"] - 1) for name, one in virtual.items()))
+    read_rate = record("h200_kernels")["read_bytes_per_s"]
     waits = [
         record(f"{name}_decode_copies")["strategies"]["roundtrip"]["host_wait_ms_per_step"] for name in ("virtual_h200", "h200")
     ]
@@ -604,7 +605,8 @@ def substitutions() -> dict[str, Any]:
         "programs": program_figures(), "regressions": regression_figures(),
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
-        "read_rate": bandwidth_text(record("h200_kernels")["read_bytes_per_s"]),
+        "read_rate": bandwidth_text(read_rate),
+        "limit_higher": f"{100 * (read_rate / speed_records()[0]['read_bytes_per_s'] - 1):.0f} %",
         "read_rates_8_bits": read_rates_8_bits(),
         "online": online.links(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]),
         **magics(),
