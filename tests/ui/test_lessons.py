@@ -52,6 +52,10 @@ def test_what_is_no_try_is_asked_again(lesson):
     assert "Hint" in repr(lesson.ask("side", {"side": "GPU"}, {"side": "host"}))
     with pytest.raises(tk.ToolkitError, match="copies, side, mend"):
         lesson.ask("step", {}, {})
+    for nothing in ({}, 2, "GPU", None):
+        verdict = lesson.ask("copies", nothing, {"h2d": 2})
+        assert repr(verdict) == "Write a prediction for each name, as in the cell as it was: a dict of names and values."
+    assert "copies" not in lesson.solved
 
 
 def test_an_exercise_has_a_solution_after_a_try(lesson):
@@ -98,6 +102,9 @@ def test_the_course_shows_what_was_solved():
     assert f"{len(first.questions)} of {len(first.questions)} ✓" in said
     assert f"1 of {len(course().lessons)} lessons solved." in said
     assert f'<a href="{first.notebook}">{first.title}</a>' in course()._repr_html_()
+    for wrong in (0, 12, "1"):
+        with pytest.raises(tk.ToolkitError, match=r"the lesson .*: the course has the lessons 1 to 11\. Give one"):
+            forget(wrong)
     assert "0 of" in repr(forget(1))
     assert first.solved == ()
 

@@ -68,6 +68,9 @@ def compare(
     `choices`, the verdict lists them. As long as a prediction is None, the verdict asks for it and shows no answer. `tell`
     shows what was found. A wrong prediction raises no error.
     """
+    if not isinstance(predicted, Mapping) or not predicted:
+        asked = "Write a prediction for each name, as in the cell as it was: a dict of names and values."
+        return Verdict((asked,), False, True)
     open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
         asked = f"Write your prediction for {', '.join(open_ones)} in the cell above, then run both cells."

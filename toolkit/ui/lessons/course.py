@@ -7,6 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from html import escape
 
+from toolkit.core.errors import ToolkitError, brief
 from toolkit.ui.lessons import progress
 from toolkit.ui.lessons.lesson import COURSE, HANGING, NAMES, Lesson
 
@@ -49,6 +50,9 @@ def course() -> Course:
 
 def forget(lesson: int | None = None) -> Course:
     """Forget what was solved in the lesson with this number, or in all lessons, and return the course."""
+    if lesson is not None and lesson not in range(1, len(NAMES) + 1):
+        found = f"the course has the lessons 1 to {len(NAMES)}"
+        raise ToolkitError(f"the lesson {brief(lesson)}", found, "Give one of these numbers")
     for one in lessons():
         if lesson in (None, one.number):
             progress.forget(one.name)
