@@ -196,3 +196,10 @@ def test_a_lesson_that_fails_is_named(small, tmp_path):
     with pytest.raises(tk.ToolkitError, match="the answer to 'copies'"):
         editions.write(small, tmp_path / "teacher")
     assert not (tmp_path / "teacher").exists()
+
+
+def test_a_number_that_no_lesson_has_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        editions.main([str(tmp_path / "teacher"), "--lesson", "2", "--lesson", "99"])
+    assert "--lesson 99: the course has the lessons 1 to 11" in capsys.readouterr().err
+    assert not (tmp_path / "teacher").exists()

@@ -26,7 +26,7 @@ from toolkit.core.progress import Counter, Progress
 from toolkit.tune.store import cache_folder
 from toolkit.ui.lessons import slides
 from toolkit.ui.lessons.course import lessons
-from toolkit.ui.lessons.lesson import Lesson
+from toolkit.ui.lessons.lesson import NAMES, Lesson
 
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 PREDICTION = re.compile(r"^my_prediction = \{.*\}$", re.MULTILINE)
@@ -130,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--reveal", default=slides.REVEAL, help="address of reveal.js, or a folder with it (default: %(default)s)"
     )
     asked = parser.parse_args(arguments)
+    if unknown := set(asked.lesson or ()) - set(range(1, len(NAMES) + 1)):
+        parser.error(f"--lesson {min(unknown)}: the course has the lessons 1 to {len(NAMES)}")
     chosen = [lesson for lesson in lessons() if asked.lesson is None or lesson.number in asked.lesson]
     failed = []
     for lesson in chosen:
