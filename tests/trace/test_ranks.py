@@ -102,11 +102,29 @@ def test_ranks_that_share_no_group_are_aligned_through_others(tmp_path):
     assert [clock["offset_us"] for clock in trace.meta["clocks"]] == [0, 5000, -900]
 
 
+@pytest.mark.parametrize("groups", [(None, "a", "a"), ("a", "a", "b", "b"), ("a", "b", "b"), ("a", None, None, "a", "b", "b")])
+def test_ranks_that_no_collective_links_to_the_first_are_aligned_with_each_other(tmp_path, groups):
+    """Rank by rank, the clock is another 700 µs ahead; all members of a group arrive together."""
+    files = []
+    for rank, group in enumerate(groups):
+        shift = 700 * rank
+        mine = [collective(shift + 100 * i, 10, i, **{"Process Group Name": group}) for i in range(20) if group]
+        files.append(write_rank(tmp_path / f"{rank}.json", rank, len(groups), [plain(shift - 500, 1), *mine]))
+    trace = quiet(files)
+    apart = [rank for rank, group in enumerate(groups) if group != groups[0] or (rank and group is None)]
+    who = f"rank{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))} to rank 0"
+    assert f"No collective links {who}: the clocks of their hosts are used" in trace.meta["notes"][1]
+    clocks = trace.meta["clocks"]
+    firsts = [groups.index(group) if group else rank for rank, group in enumerate(groups)]
+    assert [clock["offset_us"] for clock in clocks] == [700 * (rank - first) for rank, first in enumerate(firsts)]
+    assert trace.ranks()["wait_us"].tolist() == [0] * sum(group is not None for group in groups)
+
+
 def test_without_common_collectives_the_clocks_of_the_hosts_are_used_and_this_is_said(tmp_path):
     files = [write_rank(tmp_path / f"{rank}.json", rank, 2, [plain(100 + 30 * rank, 5)]) for rank in range(2)]
     trace = quiet(files)
     assert trace["start_ns"].tolist() == [0, 30_000]
-    assert "No collective links the ranks" in trace.meta["notes"][0]
+    assert "No collective links rank 1 to rank 0: the clocks" in trace.meta["notes"][0]
     assert trace.meta["clocks"][1]["error_us"] is None
 
 

@@ -8,7 +8,7 @@ is a line through the differences that ignores outliers: medians instead of mean
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,14 @@ _BETTER = 0.9  # a drift must lower the error to this share, or it is noise
 class Clock:
     """How to correct the clock of a rank: the corrected time is t - (offset_ns + drift * t).
 
-    `errors_ns` are the remaining differences between the ends of collectives; empty if the clock could not be aligned.
+    `errors_ns` are the remaining differences between the ends of collectives; empty if the clock could not be aligned. `first`
+    is the position of the rank that the clock is aligned with, directly or through others; without one, that of its own rank.
     """
 
     offset_ns: float
     drift: float
     errors_ns: Floats
+    first: int = 0
 
     def corrected(self, times: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return times of this clock as times of the first rank's clock."""
@@ -39,22 +41,21 @@ class Clock:
 def align(ends: NDArray[np.int64], present: NDArray[np.bool_], fallback_ns: Sequence[float]) -> list[Clock]:
     """Return the clock of each rank, given the ends [n, R] of collectives that end together.
 
-    Rank by rank, those that share the most collectives with ranks whose clocks are known come first. Ranks that share none get
-    `fallback_ns` as offset.
+    Rank by rank, those that share the most collectives with ranks whose clocks are known come first. The first rank, and one
+    that shares none of them, gets `fallback_ns` as offset. Ranks that share collectives with that one are aligned with it.
     """
-    clocks: dict[int, Clock] = {0: Clock(0.0, 0.0, np.zeros(int(present[:, 0].sum())))}
-    known = np.where(present, np.nan, np.nan)
-    known[present[:, 0], 0] = ends[present[:, 0], 0]
+    clocks: dict[int, Clock] = {}
+    known, first = np.full(present.shape, np.nan), 0
     while len(clocks) < present.shape[1]:
         shared = {r: present[:, r] & ~np.isnan(known).all(1) for r in range(present.shape[1]) if r not in clocks}
         rank = max(shared, key=lambda r: int(shared[r].sum()))
-        at = shared[rank]
-        if not at.any():
-            clocks |= {r: Clock(fallback_ns[r], 0.0, np.zeros(0)) for r in shared}
-            break
-        own = ends[at, rank].astype(np.float64)
-        clocks[rank] = fit(own, own - np.nanmedian(known[at], axis=1))
-        mine = present[:, rank]
+        at, mine = shared[rank], present[:, rank]
+        if at.any():
+            own = ends[at, rank].astype(np.float64)
+            clocks[rank] = replace(fit(own, own - np.nanmedian(known[at], axis=1)), first=first)
+        else:
+            first = rank
+            clocks[rank] = Clock(fallback_ns[rank], 0.0, np.zeros(int(mine.sum())), first)
         known[mine, rank] = clocks[rank].corrected(ends[mine, rank])
     return [clocks[r] for r in range(present.shape[1])]
 

@@ -126,17 +126,17 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
     together = np.isin(joined["operation"][found.first_row], [joined.strings.index(o) for o in TOGETHER if o in joined.strings])
     use = found.matched & (together if (found.matched & together).any() else True)
     clocks = align(ends[use], present[use], fallback)
-    notes, alone = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if not len(clock.errors_ns)]
+    notes, apart = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if clock.first]
     if use.any():
-        errors = np.abs(np.concatenate([clock.errors_ns for clock in clocks[1:]]))
+        errors = np.abs(np.concatenate([clock.errors_ns for i, clock in enumerate(clocks) if clock.first != i]))
         notes.append(
             f"The clocks of the ranks are aligned on the ends of {int(use.sum()):,} collectives, which then differ by "
             f"{np.median(errors) / 1e3:.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:.1f} µs (95 % of them)."
         )
-    if alone or not use.any():
+    if apart:
         how = "the clocks of their hosts are used" if len(stated) == len(traces) else "their recordings begin at the same time"
-        who = f"rank{'s' if len(alone) > 1 else ''} {_listed(alone)}" if use.any() else "the ranks"
-        notes.append(f"No collective links {who} to the others: {how}, so times of different ranks may not be comparable.")
+        who = f"rank{'s' if len(apart) > 1 else ''} {_listed(apart)} to rank {ranks[0]}"
+        notes.append(f"No collective links {who}: {how}, so times of different ranks may not be comparable.")
     return clocks, notes
 
 
