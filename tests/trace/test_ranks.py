@@ -305,10 +305,21 @@ def test_traces_of_different_jobs_are_an_error_that_names_their_sizes(tmp_path):
 
 def test_missing_ranks_are_named(tmp_path):
     files = write_job(tmp_path, ranks=4, offsets_us=(0,) * 4, drifts_ppm=(0,) * 4, collectives=10)
-    with pytest.warns(UserWarning, match="Of 4 ranks, ranks 1, 3 are missing"):
+    with pytest.warns(UserWarning, match="Of 4 ranks, ranks 1, 3 are missing") as warned:
         trace = tk.open_trace([files[0], files[2]])
+    assert [each.filename for each in warned] == [__file__]
     assert any("ranks 1, 3 are missing" in note for note in trace.meta["notes"])
     assert sorted(set(trace["rank"].tolist())) == [0, 2]
+
+
+def test_warnings_of_a_file_name_the_line_that_opened_the_ranks(tmp_path):
+    files = [
+        write_rank(tmp_path / f"{rank}.json", rank, 2, [{"ph": "X", "cat": "kernel"}, collective(0, 5)]) for rank in (0, 1)
+    ]
+    with pytest.warns(UserWarning, match="1 event has unexpected fields") as warned:
+        trace = tk.open_trace(files)
+    assert [each.filename for each in warned] == [__file__] * 2
+    assert "on the ends of 1 collective, which" in trace.meta["notes"][0]
 
 
 def test_collectives_that_one_rank_lacks_are_named(tmp_path):

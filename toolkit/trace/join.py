@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError
+from toolkit.core.units import plural
 from toolkit.trace.assemble import Strings, from_columns
 from toolkit.trace.clocks import Clock, align
 from toolkit.trace.columns import COLUMNS, TEXT_COLUMNS
@@ -40,7 +41,7 @@ def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining th
     found = collectives_of(joined)
     problems = _missing(ranks, world_size) + _mismatches(joined, found)
     for text in problems:
-        warnings.warn(text, stacklevel=3)
+        warn(text)
     clocks, method = _clocks(joined, found, traces, ranks)
     columns = dict(joined.columns)
     columns["start_ns"] = columns["start_ns"].copy()
@@ -130,7 +131,7 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
     if use.any():
         errors = np.abs(np.concatenate([clock.errors_ns for i, clock in enumerate(clocks) if clock.first != i]))
         notes.append(
-            f"The clocks of the ranks are aligned on the ends of {int(use.sum()):,} collectives, which then differ by "
+            f"The clocks of the ranks are aligned on the ends of {plural(int(use.sum()), 'collective')}, which then differ by "
             f"{np.median(errors) / 1e3:.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:.1f} µs (95 % of them)."
         )
     if apart:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError, brief
 from toolkit.core.units import plural
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
@@ -55,13 +55,13 @@ def read_chrome(path: Path) -> Trace:
         found = f"{count:,} event{'s have' if count > 1 else ' has'} unexpected fields"
         if not len(trace):
             raise scanner.damaged(f"{found}, and no other event is of a GPU")
-        warnings.warn(f"{path.name}: {found} and {'are' if count > 1 else 'is'} left out.", stacklevel=3)
+        warn(f"{path.name}: {found} and {'are' if count > 1 else 'is'} left out.")
     if isinstance(reader, _Kineto) and reader.host_operations and trace.is_kind("mark").all():
         found = f"it has {plural(reader.host_operations, 'operation')} of the CPU, and nothing of a GPU"
         do = "Profile on a GPU, with ProfilerActivity.CUDA among the activities"
         if not len(trace):
             raise TraceError(scanner.asked, found, do)
-        warnings.warn(f"{path.name}: {found}, so only ranges are shown. {do}.", stacklevel=3)
+        warn(f"{path.name}: {found}, so only ranges are shown. {do}.")
     if isinstance(reader, _Kineto) and not len(trace):
         found = "it has neither events of a GPU nor ranges"
         raise TraceError(scanner.asked, found, 'Record some work on a GPU. Ranges are complete events ("ph": "X")')
