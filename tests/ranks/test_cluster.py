@@ -231,6 +231,17 @@ def test_a_result_that_only_the_ranks_can_read(pair: Cluster) -> None:
     assert pair.run(allocated) == [0, 0]
 
 
+def leaves_the_group() -> int:
+    """As many programs do at their end."""
+    dist.destroy_process_group()
+    return 1
+
+
+def test_a_function_may_leave_the_group(pair: Cluster) -> None:
+    assert pair.run(leaves_the_group) == [1, 1]
+    assert [each.tolist() for each in pair.run(sums, torch.tensor([1.0]))] == [[3.0]] * 2
+
+
 def one_never_arrives() -> None:
     while dist.get_rank() == 1:
         time.sleep(0.01)

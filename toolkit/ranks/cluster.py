@@ -230,6 +230,8 @@ class Cluster:
         if tasks.cancelled:
             raise CancelledError(asked, "it was cancelled", f"Start it again: the cluster {self._recover(tasks)}")
         found = first_failure(tasks.outcomes)
+        if any(outcome.alone for outcome in tasks.outcomes.values()):
+            self._recover(tasks)
         if found:
             raise error_of(asked, *found, f"the cluster {self._recover(tasks)}")
         return [tasks.outcomes[rank].value or b"" for rank in range(self.ranks)]

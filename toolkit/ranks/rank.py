@@ -60,10 +60,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function returned on a rank, pickled; or why it failed."""
+    """What a function returned on a rank, pickled; or why it failed. `alone` is True if the function has left the group."""
 
     value: bytes | None = None
     failure: Failure | None = None
+    alone: bool = False
 
 
 def versions() -> dict[str, str]:
@@ -163,7 +164,7 @@ def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _packed(value: object) -> Outcome:
     try:
-        return Outcome(value=pickle.dumps(value))
+        return Outcome(pickle.dumps(value), alone=not dist.is_initialized())
     except Exception as error:
         do = "Return plain values and CPU tensors"
         return Outcome(failure=Failure("returned what can't be pickled", f"{error}. {do}"))
