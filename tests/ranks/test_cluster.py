@@ -330,6 +330,8 @@ def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluste
 def held() -> list[int]:
     return sorted(remote._models)
 
+    with pytest.raises(RankError, match="UnknownNameError: decode strategy 3: no such name"):
+        tk.compare(model, "The", 3)  # type: ignore[arg-type]
 
 def fails_on_the_last_rank(*args: Any) -> None:
     if dist.get_rank() == 1:

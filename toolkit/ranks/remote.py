@@ -79,7 +79,7 @@ class RankedModel(Remote):
         """Generate with each strategy on all ranks. The table is that of rank 0; each run has the events of all ranks."""
         self._check_held("comparing")
         cancel = _event(options)
-        names = decode if decode is None or isinstance(decode, str | Strategy) else list(decode)
+        names = list(decode) if isinstance(decode, Iterable) and not isinstance(decode, str) else decode
         found: list[Comparison] = self.cluster.run_as("comparing", cancel, _compare, self._number, prompt, names, options)
         return replace(found[0], runs={label: joined([one.runs[label] for one in found]) for label in found[0].runs})
 
