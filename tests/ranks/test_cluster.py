@@ -270,8 +270,15 @@ def test_memory_by_rank_kind_and_owner(pair: Cluster) -> None:
         assert (sums[rank, "weights"], sums[rank, "kv"]) == (row.weights_bytes, row.state_bytes)
         owners = set(found.owner[found["rank"] == rank])
         assert {"model.embed.weight", "model.layers.0.attention.o.weight", "cache.states[0].keys"} <= owners
-    with pytest.raises(RankError, match=r"rank \d raised ToolkitError.*the memory of allocated: it returned 0, not a meas"):
+    with pytest.raises(
+        RankError, match=r"rank \d raised ToolkitError.*the memory of allocated: it returned 0, not a meas"
+    ) as caught:
         pair.memory(allocated)
+    assert caught.value.asked == "measuring the memory of allocated on 2 ranks"
+    with pytest.raises(RankError, match="3 is not a function"):
+        pair.memory(3)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"^setting a budget on 2 ranks: rank . raised ToolkitError: a size of '8 apples'"):
+        pair.budget("8 apples")
 
 
 def test_the_recorded_runs_of_the_lesson_are_those_of_a_cluster(pair: Cluster) -> None:
@@ -284,11 +291,18 @@ def test_the_recorded_runs_of_the_lesson_are_those_of_a_cluster(pair: Cluster) -
         assert found.rank1_wait_us.sum() == pytest.approx(wanted.rank1_wait_us.sum(), rel=0.1)
 
 
+def divides(x: int) -> float:
+    return 1 / x
+
+
 def test_what_cannot_be_run(pair: Cluster) -> None:
     with pytest.raises(RankError, match="can't be pickled"):
         pair.run(print, threading.Lock())
     with pytest.raises(RankError, match="3 is not a function"):
         pair.run(3)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        list(pair.spread(divides, [1, 0]))
+    assert caught.value.__notes__[-1] == "The cluster is still open."
     for ranks in ([], [2], [-1], [True], ["0"], 1, "01", [0, None]):
         with pytest.raises(RankError, match=r"ranks=.* are not ranks of the cluster. Give a list of ranks from 0 to 1"):
             list(pair.spread(abs, [-1], ranks))  # type: ignore[arg-type]
@@ -316,6 +330,8 @@ def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluste
     table = tk.compare(model, [1, 2, 3], ["roundtrip", "whole-loop"], max_new_tokens=3).table
     assert list(table["strategy"]) == ["roundtrip", "whole-loop"]
     assert table["same_tokens"].all()
+    with pytest.raises(RankError, match="UnknownNameError: decode strategy 3: no such name"):
+        tk.compare(model, "The", 3)  # type: ignore[arg-type]
     with pytest.raises(ToolkitError, match="Compare models of clusters one at a time"):
         tk.compare({"ours": model}, "The")
     with pytest.raises(UnknownNameError, match="decode strategy"):
@@ -330,8 +346,6 @@ def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluste
 def held() -> list[int]:
     return sorted(remote._models)
 
-    with pytest.raises(RankError, match="UnknownNameError: decode strategy 3: no such name"):
-        tk.compare(model, "The", 3)  # type: ignore[arg-type]
 
 def fails_on_the_last_rank(*args: Any) -> None:
     if dist.get_rank() == 1:

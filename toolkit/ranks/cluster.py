@@ -112,7 +112,7 @@ class Cluster:
         rank, its line and the reason, with the rank's traceback as a note. The cluster stays open if all ranks could be
         stopped, otherwise it is closed; the error says which. An interrupt (Ctrl-C) stops all ranks in the same way.
         """
-        return self.run_as(f"running {getattr(function, '__name__', brief(function))}", None, function, *args, **kwargs)
+        return self.run_as(f"running {_name(function)}", None, function, *args, **kwargs)
 
     def run_as(
         self, doing: str, cancel: threading.Event | None, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -137,23 +137,21 @@ class Cluster:
         Raises RankError if `items` are no items, if `ranks` has none of the cluster or others, if the function raises an error,
         if an item ends three processes, or if all processes have ended.
         """
-        name = getattr(function, "__name__", brief(function))
-        asked = f"spreading {name} over {plural(self.ranks, 'rank')}"
+        asked = f"spreading {_name(function)} over {plural(self.ranks, 'rank')}"
         if not isinstance(items, Iterable):
             raise RankError(asked, f"the items are {brief(items)}", "Give a list of them")
         payloads = [self._pack(asked, function, (item,), {}) for item in items]
         with self._busy(asked):
             work = Spread(self._engines, asked, self._chosen(asked, ranks))
-            complete = False
             try:
                 for number, rank, outcome in work.outcomes(execute, payloads):
                     if outcome.failure:
                         raise error_of(asked, rank, outcome.failure)
                     yield number, unpacked(asked, rank, outcome.value or b"")
-                complete = True
-            finally:
-                if not complete:
-                    self._after(work)
+            except BaseException as error:
+                self._after(work)
+                error.add_note(f"The cluster is {'closed' if self.closed else 'still open'}.")
+                raise
 
     def _chosen(self, asked: str, ranks: object) -> list[int]:
         """Return the ranks that take part. Raises RankError unless they are ranks of this cluster."""
@@ -196,7 +194,7 @@ class Cluster:
         """
         import pandas as pd
 
-        tables = self.run(at_peak, function, args, kwargs)
+        tables = self.run_as(f"measuring the memory of {_name(function)}", None, at_peak, function, args, kwargs)
         return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
 
     def memory_now(self, cancel: threading.Event | None = None) -> list[Memory]:
@@ -208,7 +206,7 @@ class Cluster:
 
         Raises RankError with the reason if a rank can't set it, for example because more is already allocated.
         """
-        self.run(set_budget, size)
+        self.run_as("setting a budget", None, set_budget, size)
 
     def load(self, path: Any, **options: Any) -> RankedModel:
         """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""
@@ -230,10 +228,10 @@ class Cluster:
         if tasks.cancelled:
             raise CancelledError(asked, "it was cancelled", f"Start it again: the cluster {self._recover(tasks)}")
         found = first_failure(tasks.outcomes)
-        if any(outcome.alone for outcome in tasks.outcomes.values()):
-            self._recover(tasks)
         if found:
             raise error_of(asked, *found, f"the cluster {self._recover(tasks)}")
+        if any(outcome.alone for outcome in tasks.outcomes.values()):
+            self._recover(tasks)
         return [tasks.outcomes[rank].value or b"" for rank in range(self.ranks)]
 
     def _recover(self, tasks: Tasks) -> str:
@@ -271,13 +269,19 @@ class Cluster:
         return found
 
     def _pack(self, asked: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-        if not callable(function):
-            raise RankError(asked, f"{brief(function)} is not a function", "Pass the function and its arguments: run(f, 1, 2)")
         try:
             return pack((function, args, dict(kwargs)))
         except Exception as error:
             do = "Create the object on the ranks, inside the function, or pass plain values and CPU tensors"
             raise RankError(asked, f"the function or an argument can't be pickled ({error})", do) from error
+
+
+def _name(function: object) -> str:
+    """Return the name of a function. Raises RankError if it is none."""
+    if not callable(function):
+        do = "Pass the function and its arguments: run(f, 1, 2)"
+        raise RankError(f"running {brief(function)} on the ranks", f"{brief(function)} is not a function", do)
+    return str(getattr(function, "__name__", brief(function)))
 
 
 def unpacked(asked: str, rank: int, value: bytes) -> Any:
