@@ -69,8 +69,14 @@ def test_cuts_of_sizes() -> None:
         assert indices(evenly(6, Shard(1, 2, block), "width")) == [3, 4, 5]
     with pytest.raises(ModelError, match=r"don't divide its width, 6\. Use 3 ranks"):
         evenly(6, Shard(0, 4), "width")
-    with pytest.raises(ModelError, match="a rank would hold none"):
+    with pytest.raises(ModelError, match=r"a table of 2 rows over 4 ranks: a rank would hold none\. Use 2 ranks"):
         spread(2, Shard(0, 4))
+    with pytest.raises(ModelError, match=r"a table of 1 row over 4 ranks: a rank would hold none\. Use 1 rank$"):
+        spread(1, Shard(0, 4))
+    with pytest.raises(ModelError, match=r"don't divide its width, 5\. Use 1 rank$"):
+        evenly(5, Shard(0, 2), "width")
+    with pytest.raises(ModelError, match=r"can't divide 3 queries that share 3 keys\. Use 1 rank$"):
+        split_heads(3, 3, Shard(0, 2), ("queries", "keys"))
 
 
 def test_sums_and_parts(ranks: Ranks) -> None:
@@ -195,7 +201,10 @@ def test_a_group_is_checked(ranks: Ranks) -> None:
         tk.load("demo/qwen3", "cpu", tensor_parallel=0)
     with pytest.raises(RankError, match="this process belongs to no group"):
         tk.load("demo/qwen3", "cpu", engine="hf", tensor_parallel=2)
-    assert all("there are 2 processes" in str(error) for error in ranks.run(2, programs.load_with, "demo/qwen3", 4, {}))
+    for count in (1, 2):
+        (error, *_) = ranks.run(count, programs.load_with, "demo/qwen3", 4, {})
+        do = f"Give {count} rank{'s' if count > 1 else ''}, or start 4 processes"
+        assert f"the number of processes is {count}. {do}" in str(error)
     for error in ranks.run(2, programs.differ):
         assert isinstance(error, RankError)
         assert "prompt of rank 1 differs from rank 0's" in str(error)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import RankError, brief
 from toolkit.core.numbers import integer
+from toolkit.core.units import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,9 +77,9 @@ def join(ranks: object) -> Shard:
         except (RuntimeError, ValueError) as error:
             do = "Check MASTER_ADDR and MASTER_PORT, and look for the first error in the output of the other ranks"
             raise RankError(asked, f"the group can't be started ({_first_line(error)})", do) from error
-    if dist.get_world_size() != count:
-        found = f"there are {dist.get_world_size()} processes"
-        raise RankError(asked, found, f"Give {dist.get_world_size()} ranks, or start {count} processes")
+    if (size := dist.get_world_size()) != count:
+        found = f"the number of processes is {size}"
+        raise RankError(asked, found, f"Give {plural(size, 'rank')}, or start {count} processes")
     return Shard(dist.get_rank(), count)
 
 

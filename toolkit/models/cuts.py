@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import ModelError
+from toolkit.core.units import plural
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def evenly(size: int, shard: Shard, what: str) -> Cut:
     if size % shard.ranks:
         fitting = [ranks for ranks in range(shard.ranks - 1, 0, -1) if size % ranks == 0]
         raise ModelError(
-            f"a model over {shard.ranks} ranks", f"they don't divide its {what}, {size:,}", f"Use {fitting[0]} ranks"
+            f"a model over {shard.ranks} ranks", f"they don't divide its {what}, {size:,}", f"Use {plural(fitting[0], 'rank')}"
         )
     return spread(size, shard)
 
@@ -68,7 +69,8 @@ def evenly(size: int, shard: Shard, what: str) -> Cut:
 def spread(size: int, shard: Shard) -> Cut:
     """Return a part of `size` for each rank; parts differ by at most one. Raises ModelError if `size` is below the ranks."""
     if size < shard.ranks:
-        raise ModelError(f"a table of {size:,} rows over {shard.ranks} ranks", "a rank would hold none", f"Use {size} ranks")
+        asked = f"a table of {plural(size, 'row')} over {shard.ranks} ranks"
+        raise ModelError(asked, "a rank would hold none", f"Use {plural(size, 'rank')}")
     first, last = (size * rank // shard.ranks for rank in (shard.rank, shard.rank + 1))
     return Cut(size, ((first, last),), shard)
 
@@ -92,7 +94,7 @@ def split_heads(heads: int, shared: int, shard: Shard, names: tuple[str, str], t
             n for n in range(ranks - 1, 0, -1) if (shared % n == 0 or n % shared == 0) and each % max(1, n // shared) == 0
         ]
         found = f"they can't divide {heads} {names[0]} that share {shared} {names[1]}"
-        raise ModelError(f"a model over {ranks} ranks", found, f"Use {fitting[0]} ranks", heads=heads, shared=shared)
+        raise ModelError(f"a model over {ranks} ranks", found, f"Use {plural(fitting[0], 'rank')}", heads=heads, shared=shared)
     few = shared * copies // ranks  # shared heads per rank
     first, some = shard.rank // copies * few, each // copies
     start = shard.rank % copies * some  # of the readers of each shared head
