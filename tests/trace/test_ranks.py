@@ -14,6 +14,7 @@ from tests.trace.rank_files import collective, plain, write_job, write_rank
 from tests.trace.test_trace import same
 from toolkit.core.errors import TraceError, UnknownNameError
 from toolkit.trace.clocks import align
+from toolkit.trace.differences import description_of_ranks, steps_of
 from toolkit.trace.events import TraceBuilder
 from toolkit.trace.join import join
 from toolkit.ui.lessons.two_gpus import two_runs
@@ -159,6 +160,35 @@ def test_copies_have_a_row_per_step_and_rank(tmp_path):
     table = tk.open_trace(write_rank(tmp_path / "two_gpus.json", 0, 1, [step, plain(5, 2), copy])).copies()
     assert table[["p2p_count", "p2p_bytes"]].to_numpy().tolist() == [[1, 64]]
     assert not {"rank", "collective_count"} & set(table.columns)
+
+
+@pytest.mark.parametrize(
+    "steps", [((3, 4), (3, 4)), ((3, 4), (8, 9)), ((3, 4), (-1, -1)), ((-1, -1), (3, 4)), ((-1, 4), (3, 9))]
+)
+def test_a_collective_has_the_step_of_the_first_rank_that_knows_it(steps):
+    """Rank 1 comes last in one step, and rank 0 in the next one."""
+    parts = []
+    for rank in range(2):
+        builder = TraceBuilder()
+        for seq, step in enumerate(steps[rank]):
+            begin = 1_000_000 * seq + 50_000 * (rank != seq)
+            builder.add(
+                "collective",
+                begin,
+                1_000_000 * seq + 60_000 - begin,
+                rank=rank,
+                step=step,
+                operation="all_reduce",
+                group="0",
+                seq=seq,
+            )
+        parts.append(builder.build({"rank": rank}))
+    trace = join(parts, ["a", "b"])
+    assert trace.collectives()["step"].tolist() == [3, 4]
+    assert trace.collectives()["last_rank"].tolist() == [1, 0]
+    for step, late in ((3, 1), (4, 0)):
+        told = description_of_ranks(trace, "it", step, steps_of(trace))
+        assert f"1 collective; rank {late} came last in 1 of them" in told
 
 
 def test_an_early_end_bounds_a_wait(tmp_path):

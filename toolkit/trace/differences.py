@@ -18,7 +18,7 @@ from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import COPY_KINDS, KINDS
 from toolkit.trace.copies import host_waits_ns
 from toolkit.trace.events import Trace
-from toolkit.trace.waits import collectives_of, ranks_of
+from toolkit.trace.waits import collective_steps, collectives_of, ranks_of
 
 _COPIES = (*COPY_KINDS, "p2p")
 _NUMBER = re.compile(r"\d+")
@@ -200,7 +200,7 @@ def difference_of_ranks(a: Trace, b: Trace, names: tuple[str, str], step: int) -
 def _exchange(trace: Trace, step: int | None) -> str:
     """Return how many collectives a step (None: the trace) has, which rank came last, and how long others waited for it."""
     found = collectives_of(trace)
-    mine = found.matched if step is None else found.matched & (trace["step"][found.first_row] == step)
+    mine = found.matched if step is None else found.matched & (collective_steps(trace, found) == step)
     if not mine.any():
         return "no collective on more than one rank"
     wait, last = found.wait[mine], found.last[mine]

@@ -205,10 +205,10 @@ class Trace:
     def collectives(self) -> pd.DataFrame:
         """Return the collectives, one row each in order of start, with the rank that came last and the waits for it.
 
-        Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank, 0 if not known),
-        `start_us` (of the first rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last;
-        -1 if only one rank has the collective, or if all came at the same time), and for each rank `rank<N>_wait_us`, the time
-        for which it waited for the last one (NaN if it has no event).
+        Columns: `step` (of the first rank that has it in a step), `operation`, `algorithm`, `group`, `group_size`, `seq`,
+        `bytes` (of one rank, 0 if not known), `start_us` (of the first rank), `dur_us` (from the first start to the last end),
+        `last_rank` (the rank that came last; -1 if only one rank has the collective, or if all came at the same time), and for
+        each rank `rank<N>_wait_us`, the time for which it waited for the last one (NaN if it has no event).
         """
         return collectives_table(self)
 

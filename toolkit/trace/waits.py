@@ -120,6 +120,15 @@ def collectives_of(trace: Trace) -> Collectives:
     )  # fmt: skip
 
 
+def collective_steps(trace: Trace, found: Collectives) -> Ints:
+    """Return [n] the step of each collective: that of the first rank whose event is in a step, or -1."""
+    steps = np.full(len(found.row), -1)
+    for i in reversed(range(len(found.ranks))):
+        own = trace["step"][found.row[:, i]]
+        steps = np.where(found.present[:, i] & (own >= 0), own, steps)
+    return steps
+
+
 def collectives_table(trace: Trace) -> pd.DataFrame:
     """Return the collectives of a trace: the table of `Trace.collectives`, which describes the columns."""
     import pandas as pd
@@ -128,7 +137,7 @@ def collectives_table(trace: Trace) -> pd.DataFrame:
     row, high = found.first_row, np.iinfo(np.int64).max
     first = np.where(found.present, found.start, high).min(1, initial=high)
     last = np.where(found.present, found.end, -high).max(1, initial=-high)
-    table: dict[str, Any] = {"step": trace["step"][row]}
+    table: dict[str, Any] = {"step": collective_steps(trace, found)}
     for name in ("operation", "algorithm", "group"):
         table[name] = [trace.strings[code] if code >= 0 else None for code in trace[name][row].tolist()]
     table |= {name: trace[name][row] for name in ("group_size", "seq", "bytes")}
