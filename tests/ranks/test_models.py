@@ -213,7 +213,9 @@ def test_a_group_is_checked(ranks: Ranks) -> None:
 
 
 def test_runs_that_ranks_can_not_do_together_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    assert all("limit of rank 1 differs" in str(error) for error in ranks.run(2, programs.generate_differently, "limit"))
+    assert all(
+        "max_new_tokens of rank 1 differs" in str(error) for error in ranks.run(2, programs.generate_differently, "limit")
+    )
     assert all("would stop at different steps" in str(error) for error in ranks.run(2, programs.generate_differently, "cancel"))
     assert all("holds rank" in str(error) for error in ranks.run(2, programs.export_part, str(tmp_path)))
 

@@ -125,8 +125,8 @@ def generate(
     if on_token is not None and not callable(on_token):
         raise ModelError("tokens as they come", f"on_token={brief(on_token)}", "Give a function of a token id and its text")
     _check_ranks(
-        model, strategy, cancel, prompt=ids, decode=strategy, limit=limit, context=context, sampling=sampling, kv=kv,
-        prefill_chunk=chunk, stop=stops, eos=sorted(ends), fallback=fallback,
+        model, strategy, cancel, prompt=ids, decode=strategy, max_new_tokens=limit, context=context, sampling=sampling,
+        kv=kv, prefill_chunk=chunk, stop=stops, eos=sorted(ends), fallback=fallback,
     )  # fmt: skip
     cancel = cancel or threading.Event()
     device, text = model.device, _Text(model, ends, stops, on_token)
