@@ -270,6 +270,14 @@ def test_an_export_for_perfetto_has_processes_per_rank_and_arrows_from_the_last_
         assert any(e["ts"] <= event["ts"] <= e["ts"] + e["dur"] and e["args"]["kind"] == "collective" for e in on)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_export_for_perfetto_has_arrows_only_to_ranks_that_waited(tmp_path, late):
+    trace = two_runs()[late]
+    path = trace.to_chrome(tmp_path / "job.json")
+    arrows = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] in ("s", "f")]
+    assert len(arrows) == 2 * trace.ranks()["last_count"].sum()
+
+
 def test_an_export_for_perfetto_counts_the_memory_of_each_rank(tmp_path):
     parts = []
     for rank, size in enumerate((512, 2048)):

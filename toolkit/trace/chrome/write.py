@@ -199,7 +199,7 @@ def _thread(pid: int, tid: int, title: str) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
-    """Iterate over the arrows from the start of the rank that came last in a collective to the events of the others."""
+    """Iterate over the arrows from the start of the rank that came last in a collective to the events of those that waited."""
     if len(ranks_of(trace)) < 2:
         return
     found = collectives_of(trace)
@@ -219,15 +219,12 @@ def _arrows(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
         }
         return event | ({"bp": "e"} if phase == "f" else {})
 
-    arrow = 0
-    for rows, last in zip(found.row.tolist(), found.last.tolist(), strict=True):
-        for i, row in enumerate(rows):
-            if last in (-1, i) or row < 0:
-                continue
-            arrow += 1
-            begin = columns["start_ns"][rows[last]]
-            yield end("s", arrow, rows[last], begin)
-            yield end("f", arrow, row, begin)
+    number, position = found.wait.nonzero()
+    waited, last = found.row[number, position].tolist(), found.row[number, found.last[number]].tolist()
+    for arrow, (row, late) in enumerate(zip(waited, last, strict=True), 1):
+        begin = columns["start_ns"][late]
+        yield end("s", arrow, late, begin)
+        yield end("f", arrow, row, begin)
 
 
 def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:
