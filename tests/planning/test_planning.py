@@ -379,6 +379,18 @@ def test_what_a_plan_is_not_made_of():
             tk.plan("demo/qwen3", "h200", budget=size)
 
 
+def test_a_plan_that_no_format_fits_has_the_one_for_the_longest_context():
+    """Codes need scratch for attention, and a plain cache of this model shares most numbers of keys and values."""
+    plans = {
+        kv: tk.plan("random/gemma4-31b", "rtx-5090", context=32768, scheme="q4_k_m", run_budget="20 GiB", kv=kv)
+        for kv in ("none", "int8", "k4v8", "int4", "auto")
+    }
+    longest = {kv: plan.problems[0].facts["longest_context"] for kv, plan in plans.items()}
+    assert longest["none"] > longest["int4"]
+    assert longest["auto"] == longest["none"] == max(longest.values())
+    assert plans["auto"].kv is None
+
+
 def test_advice_for_running_works(gemma):
     """The first format of kv="auto" is advised that suffices, and the advised budget is enough."""
     advice = {}

@@ -24,7 +24,7 @@ from toolkit.gpu.catalogue import GpuSpec, find_specs
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.report import unquantized_text
 from toolkit.models.model import CausalLM
-from toolkit.planning.sizes import Sizes, sizes_of
+from toolkit.planning.sizes import Sizes, sizes_by_rank, sizes_of
 from toolkit.vram.what_if import CONTEXT_BYTES
 
 if TYPE_CHECKING:
@@ -236,21 +236,22 @@ def plan_of(
         raise ModelError(f"a plan for a context of {brief(wanted)}", supported, "Choose a number in this range")
     has = _memory(card)
     whole = has if run_budget is None else min(run_budget, has)
-    tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
-    for one in tried:
+    options = []
+    for one in [kv] if kv != "auto" else [None, *KV_SCHEMES]:
         try:
-            parts = {id(model): sizes_of(model, one) for model in models}  # equal parts are one model
+            ranks = sizes_by_rank(models, one)
         except ModelError:  # heads of a size that the kernels of this format don't support
             if kv != "auto":
                 raise
             continue
-        chosen = one
-        ranks = tuple(parts[id(model)] for model in models)
         sizes = max(ranks, key=lambda each: each.weights)
         chunk = prefill_chunk or sizes.chunk(card)
-        run = _run(sizes, context, chunk, card)
-        if _peak(run, card) <= whole:
+        options.append((one, ranks, sizes, chunk, _run(sizes, context, chunk, card)))
+        if _peak(options[-1][-1], card) <= whole:
             break
+    else:  # none fits: the last one that fits the longest context
+        options.sort(key=lambda option: longest_context(option[2], card, whole, option[3]) or 0)
+    chosen, ranks, sizes, chunk, run = options[-1]
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else min(budget, has))
     export = _export(sizes, context, levers, compilers)
     found = Plan(
@@ -384,8 +385,7 @@ def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
 def _fits_with(kv: str, plan: Plan, models: Sequence[CausalLM]) -> bool:
     """Return whether the plan would fit with keys and values in the format `kv`."""
     with suppress(ModelError):  # heads of a size that the kernels don't support
-        found = [sizes_of(model, kv) for model in {id(model): model for model in models}.values()]
-        phases = (_run(sizes, plan.context, plan.chunk, plan.card) for sizes in found)
+        phases = (_run(sizes, plan.context, plan.chunk, plan.card) for sizes in dict.fromkeys(sizes_by_rank(models, kv)))
         return max(_peak(each, plan.card) for each in phases) <= plan.run_budget_bytes
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,12 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
         vocab=config.vocab_size, positions=most_positions(model), fewest=slots,
         most_tokens=getattr(model, "chunk", chunks.MOST),
     )  # fmt: skip
+
+
+def sizes_by_rank(models: Sequence[CausalLM], kv: str | None = None) -> tuple[Sizes, ...]:
+    """Return the sizes of each rank's model. Ranks with equal parts have the same model, which is looked at once."""
+    found = {id(model): sizes_of(model, kv) for model in {id(model): model for model in models}.values()}
+    return tuple(found[id(model)] for model in models)
 
 
 def most_unpacked(module: nn.Module) -> int:
