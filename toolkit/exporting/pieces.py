@@ -95,7 +95,8 @@ def least_context(model: CausalLM) -> int:
 def traced_context(model: CausalLM, context: int) -> int:
     """Return the number of tokens of the caches that are traced for a package for `context` tokens.
 
-    They are more than a window, since layers would use a ring that holds the whole context in another way.
+    There are more of them than a window holds. Otherwise a layer would write a prompt to its ring as to other caches, and would
+    be another kind of piece.
     """
     return max(context, least_context(model) + 1)
 

@@ -33,7 +33,7 @@ from toolkit.weights.schemes import find_scheme
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
 COUNTERS = 1024  # the most tiles whose sums are split: more tiles than these fill any GPU without splitting
-MOST_PARTS = 1024  # of split sums: more keep every SM busy, and bound the scratch
+MOST_PARTS = 1024  # partial sums of a split product: as many keep any GPU busy, and their scratch is bounded
 ROWS_AT_ONCE = 4096  # of the matrix, in the reference: bounds its scratch
 
 
