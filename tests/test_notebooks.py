@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -90,6 +91,10 @@ def test_a_notebook_checks_every_question_and_has_no_answer(lesson: Lesson) -> N
         assert question.answer not in text
         assert question.why[:40] not in text
         assert question.hint[:40] not in text
+    sources = ["".join(cell["source"]) for cell in notebook["cells"]]
+    for name, at, _ in editions.questions_of(notebook):
+        if found := editions.PREDICTION.search(sources[at]):
+            assert tuple(ast.literal_eval(found[0].partition("=")[2].strip())) == lesson.questions[name].names
     assert text.count("lesson.start()") == text.count("lesson.finish()") == 1
     assert editions.CHECK.search(text[: text.index("lesson.start()")]) is None
 

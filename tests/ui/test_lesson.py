@@ -52,6 +52,24 @@ def test_what_is_no_number_is_not_right(value):
     assert "wrong: h2d" in repr(verdict)
 
 
+def test_every_name_needs_a_prediction():
+    for predicted in ({"h2d": 2}, {"h2d": 1}):
+        verdict = compare(predicted, {"h2d": 2, "d2h": 1, "d2d": 0}, names=("h2d", "d2h"))
+        assert repr(verdict) == "The prediction for d2h is missing. Write it in the cell above, then run both cells."
+        assert verdict.asks
+        assert not verdict.right
+    assert compare({"h2d": 2, "d2h": 1}, {"h2d": 2, "d2h": 1, "d2d": 0}, names=("h2d", "d2h")).right
+
+
+@pytest.mark.parametrize("found", [float("nan"), np.nan, float("inf"), np.float32("nan")], ids=str)
+@pytest.mark.parametrize("value", [2, float("nan"), float("inf")], ids=str)
+def test_nothing_is_right_where_no_number_was_found(value, found):
+    verdict = compare({"d2h": 1, "h2d": value}, {"h2d": found, "d2h": 1}, within=0.05)
+    assert repr(verdict) == f"The trace says {found} for h2d, which can't be compared. Run all cells above again."
+    assert verdict.asks
+    assert not verdict.right
+
+
 def test_a_choice_is_compared_as_text():
     assert compare({"step": "longer"}, {"step": "longer"}, choices=CHANGES).right
     assert repr(compare({"step": "longer"}, {"step": "shorter"}, choices=CHANGES)).startswith("wrong: step - you said longer")

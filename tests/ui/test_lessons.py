@@ -45,6 +45,16 @@ def test_a_prediction_gets_a_hint_and_then_the_answer(lesson):
     assert ask(4) == "wrong: h2d - you said 4\nHint: count them"
 
 
+def test_a_prediction_without_one_of_the_names_is_asked_again(lesson):
+    lesson.questions["both"] = Question("count them", "because", '{"h2d": 2, "d2h": f(1)["us"]}')
+    found = {"h2d": 2, "d2h": 1, "d2d": 0}
+    for value in (1, 2):
+        assert "prediction for d2h is missing" in repr(lesson.ask("both", {"h2d": value}, found))
+    assert "both" not in lesson.solved
+    assert repr(lesson.ask("both", {"h2d": 2, "d2h": 3}, found)).endswith("Hint: count them")  # the first try
+    assert lesson.ask("both", {"h2d": 2, "d2h": 1}, found).right
+
+
 def test_what_is_no_try_is_asked_again(lesson):
     other = lesson.ask("side", {"side": "CPU"}, {"side": "host"})
     assert repr(other) == "'CPU' is not one of the choices: 'host', 'GPU'."
@@ -67,6 +77,11 @@ def test_an_exercise_has_a_solution_after_a_try(lesson):
     assert "def mended():\n    return 1" in repr(lesson.solution("mend"))
     assert repr(lesson.task("mend", {"copies: 0, wanted 0": True}, n=0)) == "right: copies: 0, wanted 0\n0 copies are left"
     assert lesson.solved == ("mend",)
+
+
+def test_an_exercise_without_conditions_is_not_solved(lesson):
+    assert repr(lesson.task("mend", {}, n=0)) == "There was nothing to check. Run all cells above again."
+    assert lesson.solved == ()
 
 
 def test_progress_is_kept_across_kernels_and_survives_a_damaged_file(lesson, cache):
@@ -157,7 +172,7 @@ SMALL = [
 ]
 TESTED = """\
 from toolkit.ui.lessons.lesson import Lesson, Question
-lesson = Lesson("see_the_copies", "Test", 10, (), {"copies": Question("count them", "because", "")})"""
+lesson = Lesson("see_the_copies", "Test", 10, (), {"copies": Question("count them", "because", '{"h2d": 2}')})"""
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Verdicts are text, so that they read the same in JupyterLab, in a terminal and i
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -61,15 +62,22 @@ def compare(
     who: str = "the trace",
     choices: Collection[str] = (),
     tell: bool = True,
+    names: Collection[str] = (),
 ) -> Verdict:
     """Compare predictions with the numbers or choices that `who` found, name by name.
 
     A number is right if it is off by at most the share `within` (0.05: 5 %). A text is right if it is equal; if it isn't among
-    `choices`, the verdict lists them. As long as a prediction is None, the verdict asks for it and shows no answer. `tell`
-    shows what was found. A wrong prediction raises no error.
+    `choices`, the verdict lists them. As long as a prediction is None, or one of `names` is missing, the verdict asks for it
+    and shows no answer. Nothing is right if `who` found NaN or infinity. `tell` shows what was found. A wrong prediction raises
+    no error.
     """
     if not isinstance(predicted, Mapping) or not predicted:
         asked = "Write a prediction for each name, as in the cell as it was: a dict of names and values."
+        return Verdict((asked,), False, True)
+    if other := [name for name in predicted if name not in found]:
+        return Verdict((f"Nothing is called {other[0]!r} here. The names are those in the cell as it was.",), False, True)
+    if missing := [name for name in names if name not in predicted]:
+        asked = f"The prediction for {', '.join(missing)} is missing. Write it in the cell above, then run both cells."
         return Verdict((asked,), False, True)
     open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
@@ -78,14 +86,19 @@ def compare(
     unknown = [value for value in predicted.values() if choices and isinstance(value, str) and value not in choices]
     if unknown:
         return Verdict((f"{unknown[0]!r} is not one of the choices: {', '.join(map(repr, choices))}.",), False, True)
-    if other := [name for name in predicted if name not in found]:
-        return Verdict((f"Nothing is called {other[0]!r} here. The names are those in the cell as it was.",), False, True)
+    if nothing := [name for name in predicted if not _is_known(found[name])]:
+        asked = f"{who} says {found[nothing[0]]} for {nothing[0]}, which can't be compared. Run all cells above again."
+        return Verdict((asked[0].upper() + asked[1:],), False, True)
     lines = []
     for name, value in predicted.items():
         said = "right" if _same(value, found[name], within) else "wrong"
         answer = f", {who} says {_number_text(found[name])}" if tell else ""
         lines.append(f"{said}: {name} - you said {_number_text(value)}{answer}")
     return Verdict(tuple(lines), all(line.startswith("right") for line in lines))
+
+
+def _is_known(found: float | str) -> bool:
+    return isinstance(found, str) or math.isfinite(found)
 
 
 def _same(value: object, found: float | str, within: float) -> bool:

@@ -39,7 +39,7 @@ QUESTIONS = {
         "copied before the graph is launched.",
         why="A graph takes away launches, not kernels: the GPU runs the same kernels, but the host launches them all with "
         "one call. The copies are not in the graph, so there are as many as before.",
-        answer='step_table(roundtrip)[["H2D", "D2H", "kernels"]].iloc[0].to_dict()',
+        answer='{"H2D": 2, "D2H": 1, "kernels": step_facts(roundtrip)["kernels"]}',
     ),
     "wait in a graph": Question(
         hint="What does the host do after it has launched the graph? And what does the GPU do at that time?",

@@ -7,8 +7,10 @@ and `lesson.finish()`. CONTRIBUTING.md says how to write a lesson.
 
 from __future__ import annotations
 
+import ast
 import atexit
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -42,6 +44,15 @@ class Question:
     within: float = 0.0
     who: str = "the trace"
     choices: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the right predictions, if `answer` is a dict of them."""
+        with suppress(SyntaxError):  # the answer of an exercise may have magics of IPython
+            body = ast.parse(self.answer, mode="eval").body
+            if isinstance(body, ast.Dict):
+                return tuple(ast.literal_eval(key) for key in body.keys if key is not None)
+        return ()
 
 
 @dataclass(frozen=True)
@@ -107,11 +118,11 @@ class Lesson:
     ) -> Verdict:
         """Compare predictions with the numbers or choices that the app found, name by name.
 
-        While a prediction is None, the verdict asks for it. The first wrong prediction gets the hint, and the answer is shown
-        with its explanation after a right prediction or a second, different wrong one. A wrong prediction raises no error.
+        While a prediction is missing, the verdict asks for it. The first wrong prediction gets the hint, and the answer is
+        shown with its explanation after a right prediction or a second, different wrong one. A wrong one raises no error.
         """
         about = self._question(question)
-        verdict = compare(predicted, found, about.within, about.who, about.choices, tell=False)
+        verdict = compare(predicted, found, about.within, about.who, about.choices, tell=False, names=about.names)
         if verdict.asks:
             return verdict
         tries = self._tried(question, repr(dict(predicted)), verdict.right)
@@ -126,6 +137,8 @@ class Lesson:
         If a condition isn't met, the verdict has the hint, and after the second time, says how to see a solution.
         """
         about = self._question(question)
+        if not conditions:
+            return Verdict(("There was nothing to check. Run all cells above again.",), False, True)
         right = all(conditions.values())
         lines = tuple(f"{'right' if met else 'wrong'}: {line}" for line, met in conditions.items())
         tries = self._tried(question, str(len(self._wrong.get(question, ()))), right)
