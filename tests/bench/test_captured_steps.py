@@ -44,6 +44,13 @@ def test_the_shipped_record_is_current(modelled: dict[str, Any]) -> None:
     assert modelled["rows"] == shipped("virtual_h200_captured_steps")["rows"]
 
 
+def test_steps_with_other_formats_of_the_cache_are_not_compared() -> None:
+    plain, int8, int4 = ({"model": "random/qwen3-8b", "prompt": 64, **kv} for kv in ({}, {"kv": "int8"}, {"kv": "int4"}))
+    modelled = {"rows": [{**plain, "ms": 1.0}, {**int8, "ms": 2.0}]}
+    measured = {"rows": [{**int8, "ms": 3.0}, {**int4, "ms": 4.0}, {**plain, "ms": 5.0}]}
+    assert compare(modelled, measured) == [("random/qwen3-8b", 64, 2.0, 3.0), ("random/qwen3-8b", 64, 1.0, 5.0)]
+
+
 @pytest.mark.parametrize("strategy", ["cuda-graph", "whole-loop"])
 def test_strategies_that_capture_take_as_long_as_the_step(strategy: str) -> None:
     """After 64 tokens; longer prompts would take minutes. The first two steps under "cuda-graph" also capture."""

@@ -134,9 +134,17 @@ def _replay_ms(gpu: Device, graph: Any, replays: int) -> float:
 
 
 def compare(modelled: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, int, float, float]]:
-    """Return (model, prompt, modelled ms, measured ms) for each row of two records."""
-    times = {(row["model"], row["prompt"]): row["ms"] for row in modelled["rows"]}
-    return [(row["model"], row["prompt"], times[row["model"], row["prompt"]], row["ms"]) for row in measured["rows"]]
+    """Return (model, prompt, modelled ms, measured ms) for each step of `measured` that `modelled` has, too.
+
+    Steps with other formats of keys and values are other steps.
+    """
+    times = {_step(row): row["ms"] for row in modelled["rows"]}
+    both = [row for row in measured["rows"] if _step(row) in times]
+    return [(row["model"], row["prompt"], times[_step(row)], row["ms"]) for row in both]
+
+
+def _step(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["prompt"], row.get("kv")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
