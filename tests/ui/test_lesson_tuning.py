@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import toolkit as tk
+from toolkit.kernels.base import Config
+from toolkit.kernels.registry import find_kernel
 from toolkit.models.shapes import SHAPES
+from toolkit.tune.results import Tuning
 from toolkit.tune.store import from_words
-from toolkit.ui.lessons.autotune_per_gpu import SMALL, TIMED, stopwatch, timed_configs
+from toolkit.ui.lessons.autotune_per_gpu import SMALL, TIMED, for_all, stopwatch, timed_configs
 
 
 def test_the_picture_shows_every_timed_config_of_the_model_it_names() -> None:
@@ -33,6 +38,18 @@ def test_the_figures_in_the_text() -> None:
     capabilities = {(8, 6), (8, 9), (12, 0)}
     limits = {card.smem_per_block_optin_bytes for card in tk.GPUS.values() if card.compute_capability in capabilities}
     assert limits == {99 << 10}
+
+
+@pytest.mark.parametrize(("blocks", "missing"), [
+    ({"block_n": 128, "block_k": 32}, "block_m"), ({"block_m": 128, "block_n": 128}, "block_k"),
+    ({"blok_m": 128, "block_n": 128}, "block_m, block_k"),
+])  # fmt: skip
+def test_a_config_without_a_number_of_the_kernel_is_named(
+    blocks: dict[str, int], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.tune.explore", lambda *_, **__: Tuning(()))
+    said = for_all(find_kernel(TIMED[0]), Config(**blocks, warps=8, stages=4), [SMALL])
+    assert said == {f"numbers that the kernel needs and the config lacks: {missing}, wanted none": False}
 
 
 def test_the_stopwatch_returns_what_triton_asks_for() -> None:

@@ -133,6 +133,8 @@ def times_us(found: Tuning, *gpus: str) -> pd.DataFrame:
 def for_all(kernel: Kernel, config: Config, gpus: Iterable[str]) -> dict[str, bool]:
     """Compile a config of the lesson's kernel for all GPUs, and check its tile, its stages, and its shared memory."""
     rows = tune.explore(kernel, "prompt", gpus=gpus, configs=[config], progress=False).rows
+    if missing := [name for name in ("block_m", "block_n", "block_k") if name not in config.to_dict()]:
+        return {f"numbers that the kernel needs and the config lacks: {', '.join(missing)}, wanted none": False}
     fit = [each for each in rows if each.usable]
     shared = next(each.shared_bytes for each in rows if each.gpu == SMALL) or 0
     most = CATALOGUE[SMALL].smem_per_sm_bytes // 2
