@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.bench import decode_copies
+from toolkit.bench import decode_copies, ranks
 from toolkit.bench.record import about, commit_of, process_bytes, run_command, write_record
 from toolkit.core.errors import DeviceError, ToolkitError
 
 FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
-RESULTS = sorted((Path(__file__).parents[2] / "toolkit" / "bench" / "results").glob("*.json"))
+BENCH = Path(__file__).parents[2] / "toolkit" / "bench"
+RESULTS = sorted((BENCH / "results").glob("*.json"))
+COMMANDS = sorted(path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text())
 
 
 def test_about_has_the_fields_of_shipped_records() -> None:
@@ -91,6 +94,24 @@ def test_a_command_ends_with_one_line(
     code = ended.value.code
     assert (1 if isinstance(code, str) else code) == status  # Python prints a text, and exits with 1
     assert (f"{code}\n" if isinstance(code, str) else capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_usage_names_the_command(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"toolkit.bench.{name}").main()
+    said = capsys.readouterr().out
+    command = "torchrun" if name == "ranks" else "python"
+    assert said.startswith(f"usage: {command} -m toolkit.bench.{name} ")
+
+
+def test_ranks_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["ranks.py", "--out", str(tmp_path / "record.json"), "--device", "virtual:h200"])
+    with pytest.raises(SystemExit, match="2"):
+        ranks.main()
+    assert "start it with torchrun" in capsys.readouterr().err
 
 
 def test_a_benchmark_without_the_gpu_that_it_asks_for_prints_no_traceback() -> None:

@@ -17,14 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.bench.record import about, out_file, write_record
+from toolkit.bench.record import about, out_file, run_command, write_record
 
 BATCH, REPEATS = 100, 15
 SIZES = [8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -221,25 +220,30 @@ def products() -> dict[str, dict[str, float]]:
     return out
 
 
-def main(path: Path) -> None:
-    """Measure everything on the first CUDA device and write the record to `path` as JSON."""
+def bench() -> dict[str, Any]:
+    """Return the record of everything that is measured on the first CUDA device (JSON-able)."""
     properties = torch.cuda.get_device_properties(0)
     fields = (
         "name", "total_memory", "multi_processor_count", "L2_cache_size", "shared_memory_per_block",
         "shared_memory_per_block_optin", "shared_memory_per_multiprocessor", "regs_per_multiprocessor",
         "max_threads_per_multi_processor", "major", "minor",
     )  # fmt: skip
-    result = {
+    return {
         **about("cuda:0"), "properties": {name: getattr(properties, name, None) for name in fields}, "host_ns": host_costs(),
         "wait_ns": waits(), "tiny_ns": tiny_kernels(), "curves_ns": curves(), "products_ns": products(),
     }  # fmt: skip
-    write_record(result, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.primitives", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", required=True, type=out_file, help="write the record to this JSON file")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU was found: run this on a machine with one")
+    write_record(bench(), options.out)
+    return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", required=True, type=out_file, help="write the record to this JSON file")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no CUDA GPU was found: run this on a machine with one")
-    main(options.out)
+    run_command(main)

@@ -256,7 +256,7 @@ def _joined(traces: list[Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(prog="torchrun -m toolkit.bench.ranks", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=out_file, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=128)
@@ -264,6 +264,8 @@ def main() -> None:
     parser.add_argument("--tune", type=float, metavar="SECONDS", default=0.0)
     parser.add_argument("--late-us", type=float, default=200.0)
     options = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("there are no ranks: start it with torchrun --nproc-per-node 2 -m toolkit.bench.ranks")
     device, shard = open_device(options.device), join(int(os.environ["WORLD_SIZE"]))
     measured = device.clock == "measured"
     if measured:
