@@ -190,7 +190,9 @@ def _ends(mini: Miniature) -> Mapping[str, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 1 if the trained model continues a prompt wrong, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m toolkit.demo.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=MINIATURES, help="name of the demo model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, help="number of steps (default: the recipe's)")
