@@ -12,6 +12,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.__main__ import main
+from toolkit.core.units import bytes_text
 
 
 def test_demo_prints_the_table_and_writes_a_page(tmp_path: Path) -> None:
@@ -140,7 +141,11 @@ def test_plan_prints_what_tk_plan_shows(capsys: pytest.CaptureFixture[str]) -> N
     assert main(command) == 0
     assert capsys.readouterr().out == f"{plan}\n"
     assert main([*command, "--gpus"]) == 0
-    assert capsys.readouterr().out == f"{plan.gpus().to_string()}\n"
+    said, table = capsys.readouterr().out, plan.gpus()
+    assert [line.split()[0] for line in said.splitlines()[2:]] == list(table.index)
+    (l4,) = (line.split() for line in said.splitlines() if line.startswith("l4 "))
+    memory, needed, spare = (bytes_text(n).split() for n in table.loc["l4", ["memory_bytes", "run_bytes", "spare_bytes"]])
+    assert l4 == ["l4", *memory, "True", "True", *needed, *spare, str(table.longest_context["l4"])]
     assert main(["plan", "demo/qwen3", "--budget", "0.5"]) == 1
     assert capsys.readouterr().err.startswith("ToolkitError: a size of '0.5': not a whole number of bytes. ")
 

@@ -17,15 +17,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import toolkit as tk
 from toolkit.core.distributed import announcing, join, leave, started
 from toolkit.core.errors import RankError
 from toolkit.core.files import check_writable
-from toolkit.core.units import drop_output, print_any_text, unwritten
+from toolkit.core.units import bytes_text, drop_output, print_any_text, unwritten
 from toolkit.ranks.runs import collected
 from toolkit.vram.measure import MemoryUse
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PROMPT = "The capital of France is"
 
@@ -105,7 +108,13 @@ def show_plan(options: argparse.Namespace) -> None:
         options.model, options.device, options.budget, options.context, scheme=options.scheme, dtype=options.dtype,
         kv=options.kv, run_budget=options.run_budget, tensor_parallel=options.tensor_parallel,
     )  # fmt: skip
-    print(found.gpus().to_string() if options.gpus else found)
+    print(_gpus_text(found.gpus()) if options.gpus else found)
+
+
+def _gpus_text(table: pd.DataFrame) -> str:
+    """Return the table of all GPUs, with sizes in the units of the plan."""
+    names = {name: name.removesuffix("_bytes") for name in table if name.endswith("_bytes")}
+    return table.rename(columns=names).to_string(formatters=dict.fromkeys(names.values(), bytes_text))
 
 
 def show_trace(options: argparse.Namespace) -> None:
