@@ -56,6 +56,16 @@ def test_a_record_equals_itself_and_not_a_changed_one(record):
     assert table(record, changed)[1] == ["roundtrip: sizes", "double-buffered: tokens"]
 
 
+def test_a_strategy_or_a_time_that_is_missing_is_named(record):
+    fewer = copy.deepcopy(record)
+    del fewer["strategies"]["cuda-graph"]
+    fewer["strategies"]["roundtrip"]["ms_per_step"] = None  # of a run of one token
+    text, differ = table(fewer, record)
+    assert differ == ["cuda-graph: only measured"]
+    (line,) = (line for line in text.splitlines() if line.startswith("| `roundtrip` "))
+    assert [cell.strip() for cell in line.split("|")[5:-1:2]] == ["-", "-"]
+
+
 def test_command_line(tmp_path, record, capsys):
     out = tmp_path / "record.json"
     assert main(["--device", "cpu", "--decode", "2", "--repeats", "1", "--out", str(out)]) == 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from toolkit.bench.kernels import LINES, Line, main, stored_bytes, table
-from toolkit.core.errors import FormatError
+from toolkit.bench.kernels import LINES, Line, stored_bytes, table
 from toolkit.kernels.registry import find_kernel, find_shape
 
 
@@ -37,13 +34,3 @@ def test_the_table_names_what_is_missing() -> None:
     assert lines[0] == "NVIDIA H200, read bandwidth 4,480 GB/s (4,172 GiB/s) measured in the same run"
     assert lines[-2] == "| `a` | s | 35.0 | 87.9 (bandwidth) | 88 | tinygemm 77.0; gemlite: not installed |"
     assert lines[-1] == "| `b` | t | no config ran |  |  |  |"
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    (None, "no such file"), ("", "Expecting value"), ("[]", "Expected `object`, got `array`"), ("{}", "no field 'gpu'"),
-])  # fmt: skip
-def test_a_file_that_is_no_record_is_an_error_of_the_toolkit(text: str | None, said: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "record.json").write_text(text)
-    with pytest.raises(FormatError, match=said):
-        main(["--table", str(tmp_path / "record.json")])

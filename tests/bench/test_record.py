@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.bench import decode_copies, ranks
 from toolkit.bench.record import about, commit_of, process_bytes, run_command, write_record
-from toolkit.core.errors import DeviceError, ToolkitError
+from toolkit.core.errors import DeviceError, FormatError, ToolkitError
 
 FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
 BENCH = Path(__file__).parents[2] / "toolkit" / "bench"
@@ -94,6 +94,71 @@ def test_a_command_ends_with_one_line(
     code = ended.value.code
     assert (1 if isinstance(code, str) else code) == status  # Python prints a text, and exits with 1
     assert (f"{code}\n" if isinstance(code, str) else capsys.readouterr().err) == told
+
+
+READERS = {
+    "decode": (["--report", "FILE", "--out", "page.html"], "h200_speed_qwen3-8b"),
+    "decode_copies": (["--table", "FILE", "FILE"], "h200_decode_copies"),
+    "kernels": (["--table", "FILE"], "h200_kernels"),
+    "memory": (["--compare", "FILE", "FILE"], "h200_memory"),
+}
+
+
+def read_with(name: str, file: Path) -> int | None:
+    """What the command of a benchmark returns that reads a record."""
+    found: int | None = importlib.import_module(f"toolkit.bench.{name}").main(
+        [str(file) if word == "FILE" else word for word in READERS[name][0]]
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "no such file"), (b"", "Expecting value"), (b"[]", "Expected `object`, got `array`"), (b"{}", "no field"),
+    (b'{"rows": [', "Expecting value"), (b"\xff", "can't decode"), (b"[" * 100_000, "nested too deeply"),
+])  # fmt: skip
+def test_a_file_that_is_no_record_is_one_line(
+    name: str, text: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "record.json").write_bytes(text)
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: read_with(name, tmp_path / "record.json"))
+    line = str(ended.value.code)  # exit status 1
+    assert line.startswith("FormatError: the record in ")
+    assert said in line
+    assert "\n" not in line
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_records_of_other_benchmarks_are_not_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not read_with(name, BENCH / "results" / f"{READERS[name][1]}.json")
+    assert capsys.readouterr().out
+    of_its_own = {"decode": ("_speed_", "_steps_"), "decode_copies": ("_decode_copies",)}.get(name, (READERS[name][1],))
+    for path in RESULTS:
+        if not any(part in f"{path.stem}_" for part in of_its_own):
+            with pytest.raises(FormatError, match="Give a file that this benchmark wrote"):
+                read_with(name, path)
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    ("decode", {"rows": [{}]}), ("decode", {"rows": [{"context": "64"}]}), ("decode", {"clock": "sundial"}),
+    ("decode_copies", {"strategies": {"roundtrip": {}}}), ("kernels", {"rows": [{"kernel": "read"}]}),
+    ("memory", {"load": None}), ("memory", {"step_peaks": {"0": "many"}}),
+])  # fmt: skip
+def test_a_record_with_a_damaged_part_is_not_read(
+    name: str, change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = json.loads((BENCH / "results" / f"{READERS[name][1]}.json").read_text())
+    (tmp_path / "record.json").write_text(json.dumps({**record, **change}))
+    with pytest.raises(FormatError, match=rf"at `\$\.{next(iter(change))}"):
+        read_with(name, tmp_path / "record.json")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -15,12 +15,11 @@ run of each suffices.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from toolkit.bench.decode_runs import (
     ERRORS,
@@ -34,7 +33,7 @@ from toolkit.bench.decode_runs import (
     whole_copies,
 )  # fmt: skip
 from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
-from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.bench.record import about, out_file, read_record, run_command, write_record
 from toolkit.bench.step_breakdown import breakdown, expected_launches
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.units import GiB
@@ -50,6 +49,75 @@ PARTS = ("timed", "recorded", "copies")
 CONTEXTS = "64,8192,32640,131072"
 MODELLED_TOKENS = 16  # a modelled rate doesn't vary
 DIRECT = 2048  # up to this context, the first token is timed in whole runs; beyond, a run from the shared prefill is added
+
+
+class _Kernel(TypedDict):
+    name: str
+    us: float
+    count: int
+    bytes: NotRequired[int | None]
+    gap_us: NotRequired[float]
+
+
+class _Step(TypedDict):
+    strategy: str
+    step_us: NotRequired[float]
+    gap_us: NotRequired[float]
+    unrecorded_us: NotRequired[float]
+    kernels: NotRequired[list[_Kernel]]
+
+
+class _Prefill(TypedDict):
+    seconds: float
+    tok_per_s: float
+    peak_bytes: int
+
+
+class _Copies(TypedDict):
+    count: float
+    bytes: float
+
+
+class _Strategy(TypedDict, total=False):
+    tok_per_s: float
+    tok_per_s_all: list[float]
+    spread: float
+    first_token_s: float
+    bandwidth_percent: float | None
+    host_us_per_step: float
+    nodes: int | None
+    peak_bytes: int
+    kernels_per_step: float
+    copies_per_step: dict[str, _Copies]
+    why_not: str
+
+
+class _Row(TypedDict):
+    context: int
+    why_not: NotRequired[str]
+    bytes_per_token: NotRequired[float]
+    limit_tok_per_s: NotRequired[float | None]
+    prefill: NotRequired[_Prefill]
+    strategies: NotRequired[dict[str, _Strategy]]
+    breakdown: NotRequired[_Step]
+
+
+class _Record(TypedDict):
+    """What --report reads of a record."""
+
+    model: str
+    scheme: str | None
+    kv: str | None
+    device: str
+    gpu: str | None
+    clock: Literal["measured", "modelled"]
+    torch: str
+    date: str
+    commit: str | None
+    tokens: int
+    repeats: int
+    read_bytes_per_s: float | None
+    rows: list[_Row]
 
 
 Save = Callable[[list[dict[str, Any]]], None]
@@ -334,7 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _report(files: Sequence[Path], out: Path) -> int:
     from toolkit.ui.figures.speed_page import write_speed_page
 
-    records = combined([json.loads(path.read_text()) for path in files])
+    records = combined([read_record(path, _Record) for path in files])
     print(write_speed_page(records, out, LLAMA_CPP, name="llama.cpp", source=LLAMA_CPP_SOURCE))
     return 0
 

@@ -17,11 +17,11 @@ import json
 import statistics
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.bench.record import about, out_file, read_record, run_command, write_record
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
@@ -38,6 +38,36 @@ DEMO = "demo/qwen3"
 # About the size of the demo model. Counts and times don't depend on the values of the weights.
 RANDOM = Config(768, 256, 512, 3, 4, 2, 64, max_position_embeddings=1024, tie_word_embeddings=True)
 TEXT = "The capital of France is Paris. The capital of Japan is Tokyo. The capital of Italy is Rome. "
+
+
+class _Copies(TypedDict):
+    count: int
+    bytes: int
+
+
+class _Total(TypedDict):
+    h2d: _Copies
+    d2h: _Copies
+    d2d: _Copies
+
+
+class _Strategy(TypedDict):
+    tokens: list[int]
+    total: _Total
+    sizes: dict[str, Any]
+    outside: dict[str, Any]
+    ms_per_step: float | None
+
+
+class _Record(TypedDict):
+    """What --table reads of a record."""
+
+    gpu: str | None
+    model: str
+    dtype: str
+    prompt: int
+    decode: int
+    strategies: dict[str, _Strategy]
 
 
 def open_model(name: str, device: str) -> tuple[str, Any]:
@@ -136,11 +166,15 @@ def table(virtual: dict[str, Any], measured: dict[str, Any]) -> tuple[str, list[
     ]
     differ = [what for what in ("model", "prompt", "decode", "dtype") if virtual[what] != measured[what]]
     for name, real in measured["strategies"].items():
-        model = virtual["strategies"][name]
+        model = virtual["strategies"].get(name)
+        if model is None:
+            differ.append(f"{name}: only measured")
+            continue
         pairs = [(model["total"][kind], real["total"][kind]) for kind in COPY_KINDS]
         cells = [f"{m['count']} ({m['bytes']:,} B), {r['count']} ({r['bytes']:,} B)" for m, r in pairs]
         m_ms, r_ms = model["ms_per_step"], real["ms_per_step"]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {m_ms:.3f} | {r_ms:.3f} | {m_ms / r_ms:.2f} |")
+        cells += ["-" if ms is None else f"{ms:.3f}" for ms in (m_ms, r_ms)]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {f'{m_ms / r_ms:.2f}' if m_ms and r_ms else '-'} |")
         differ += [f"{name}: {what}" for what in ("tokens", "sizes", "outside") if model[what] != real[what]]
     return "\n".join(lines), differ
 
@@ -157,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", nargs=2, type=Path, metavar=("VIRTUAL", "MEASURED"), help="compare two records instead")
     options = parser.parse_args(arguments)
     if options.table:
-        text, differ = table(*(json.loads(path.read_text()) for path in options.table))
+        text, differ = table(*(read_record(path, _Record) for path in options.table))
         print(text)
         print("\nDifferent: " + ", ".join(differ) if differ else "\nThe tokens and all copies are equal.")
         return int(bool(differ))

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -55,6 +55,24 @@ LINES = (
     Line("int4_prefill", "gemma4-31b gate+up, 512 tokens", 55), Line("int4_prefill", "gemma4-31b gate+up, 2048 tokens", 55),
     Line("int4_prefill", "gemma4-31b down, 512 tokens", 55), Line("int4_prefill", "gemma4-31b down, 2048 tokens", 55),
 )  # fmt: skip
+
+
+class _Row(TypedDict):
+    kernel: str
+    shape: str
+    at_least_percent: float | None
+    us: float | None
+    percent: NotRequired[float]
+    others_us: NotRequired[dict[str, float | str]]
+    read_bytes_per_s: NotRequired[float]
+
+
+class _Record(TypedDict):
+    """What --table reads of a record."""
+
+    gpu: str | None
+    read_bytes_per_s: float
+    rows: list[_Row]
 
 
 def graph_ns(runs: Runs) -> float:
@@ -187,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=out_file, help="also write the record to this JSON file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a record as Markdown; no GPU needed")
     options = parser.parse_args(arguments)
-    known = read_record(options.table, "gpu", "read_bytes_per_s", "rows") if options.table else None
+    known = read_record(options.table, _Record) if options.table else None
     record = known or bench(options.only, options.out)
     if options.out:
         write_record(record, options.out)

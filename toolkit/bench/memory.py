@@ -12,18 +12,31 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.bench.record import about, out_file, read_record, run_command, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
 from toolkit.vram.measure import MemoryUse, Scope
+
+
+class _Phase(TypedDict):
+    peak_bytes: int
+    end_bytes: int
+
+
+class _Record(TypedDict):
+    """What --compare reads of a record."""
+
+    load: _Phase
+    decode: _Phase
+    peak_bytes: int
+    step_peaks: dict[str, int]
 
 
 def bench(name: str, device: str, scheme: str | None, context: int, prompt: int, steps: int) -> dict[str, Any]:
@@ -71,8 +84,8 @@ def compare(real: dict[str, Any], virtual: dict[str, Any]) -> list[str]:
         for figure in ("peak_bytes", "end_bytes"):
             lines.append(_apart(f"{what} {figure}", real[what][figure], virtual[what][figure]))
     lines.append(_apart("peak_bytes", real["peak_bytes"], virtual["peak_bytes"]))
-    both = sorted(set(real["step_peaks"]) & set(virtual["step_peaks"]), key=int)
-    worst = max(both, key=lambda step: abs(virtual["step_peaks"][step] / real["step_peaks"][step] - 1), default=None)
+    both = [step for step in real["step_peaks"] if step in virtual["step_peaks"]]
+    worst = max(both, key=lambda step: abs(virtual["step_peaks"][step] / max(real["step_peaks"][step], 1) - 1), default=None)
     if worst is not None:
         lines.append(_apart(f"worst of {len(both)} steps ({worst})", real["step_peaks"][worst], virtual["step_peaks"][worst]))
     return lines
@@ -97,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("REAL", "VIRTUAL"), help="compare two records instead")
     options = parser.parse_args(arguments)
     if options.compare:
-        print("\n".join(compare(*(json.loads(path.read_text()) for path in options.compare))))
+        print("\n".join(compare(*(read_record(path, _Record) for path in options.compare))))
         return 0
     prompt = options.prompt or options.context - options.steps
     record = bench(options.model, options.device, options.scheme, options.context, prompt, options.steps)

@@ -20,7 +20,7 @@ import torch
 
 from toolkit.core.errors import FormatError, ToolkitError
 from toolkit.core.files import check_writable, read_regular, replace_text, shown
-from toolkit.core.schema import parse_json
+from toolkit.core.schema import convert, parse_json
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 
@@ -90,13 +90,17 @@ def write_record(record: dict[str, Any], out: Path | None) -> None:
         raise
 
 
-def read_record(path: Path, *names: str) -> dict[str, Any]:
-    """Return the record in a JSON file. Raises FormatError if the file can't be read, or has no record with these fields."""
+def read_record(path: Path, kind: Any) -> dict[str, Any]:
+    """Return the record in a JSON file. Its fields have at least the names and types of `kind`, a TypedDict.
+
+    Raises FormatError if the file can't be read, or has no such record.
+    """
     asked = f"the record in {shown(path)}"
     try:
         record: dict[str, Any] = parse_json(read_regular(path, asked, FormatError, LARGEST), dict[str, Any])
-        if missing := [name for name in names if name not in record]:
+        if missing := [name for name in kind.__annotations__ if name not in record]:
             raise ValueError(f"it has no field {missing[0]!r}")
+        convert(record, kind)
         return record
     except ValueError as error:
         raise FormatError(asked, str(error), "Give a file that this benchmark wrote with --out") from error
