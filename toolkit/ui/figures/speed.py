@@ -13,6 +13,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from toolkit.core.units import GiB, bandwidth_text
+from toolkit.decode.strategies import STRATEGIES
 
 Record = Mapping[str, Any]
 Rates = Mapping[int, float]  # tokens per second by context
@@ -29,21 +30,30 @@ _LAYOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def speed_figure(record: Record, other: Rates | None = None, other_name: str = "") -> go.Figure:
+def colors_of(records: Sequence[Record]) -> dict[str, str]:
+    """Return the color of each strategy. Those of `STRATEGIES` have the same one in every figure."""
+    names = dict.fromkeys([*STRATEGIES, *strategies_of([row for record in records for row in rows_of(record)])])
+    return {name: _color(n) for n, name in enumerate(names)}
+
+
+def speed_figure(
+    record: Record, other: Rates | None = None, other_name: str = "", colors: Mapping[str, str] | None = None
+) -> go.Figure:
     """Return tokens per second against context, a line per strategy, and one of another engine's measured rates `other`.
 
-    A bar at a point spans the slowest and the fastest run.
+    A bar at a point spans the slowest and the fastest run. `colors` are those of `colors_of` if there are other figures.
     """
-    rows = rows_of(record)
+    rows, colors = rows_of(record), colors or colors_of([record])
     figure = go.Figure()
-    for n, name in enumerate(strategies_of(rows)):
+    for name in strategies_of(rows):
         points = [(row["context"], row["strategies"][name]) for row in rows if works(row, name)]
         rates = [found["tok_per_s"] for _, found in points]
         above = [max(found["tok_per_s_all"]) - found["tok_per_s"] for _, found in points]
         below = [found["tok_per_s"] - min(found["tok_per_s_all"]) for _, found in points]
         figure.add_scatter(
             x=[context for context, _ in points], y=rates, name=f"{name}, {record['clock']}", mode="lines+markers",
-            marker=_marker(record, n), line={"color": _color(n), "dash": "dot" if record["clock"] == "modelled" else "solid"},
+            marker=_marker(record, colors[name]),
+            line={"color": colors[name], "dash": "dot" if record["clock"] == "modelled" else "solid"},
             error_y={"type": "data", "array": above, "arrayminus": below, "visible": any(above) or any(below)},
             hovertemplate="%{x:,} tokens: %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
         )  # fmt: skip
@@ -71,10 +81,10 @@ def speed_figure(record: Record, other: Rates | None = None, other_name: str = "
 
 def roofline_figure(records: Sequence[Record]) -> go.Figure:
     """Return tokens per second against GiB read per token, and the limit of each record's read bandwidth."""
-    figure, names = go.Figure(), strategies_of([row for record in records for row in rows_of(record)])
+    figure, colors = go.Figure(), colors_of(records)
     points = [
-        (row["bytes_per_token"] / GiB, row["strategies"][name]["tok_per_s"], n, row["context"], name, record)
-        for record in records for row in rows_of(record) for n, name in enumerate(names) if works(row, name)
+        (row["bytes_per_token"] / GiB, row["strategies"][name]["tok_per_s"], name, row["context"], record)
+        for record in records for row in rows_of(record) for name in colors if works(row, name)
     ]  # fmt: skip
     if not points:
         return figure
@@ -84,14 +94,14 @@ def roofline_figure(records: Sequence[Record]) -> go.Figure:
             x=[low, high], y=[rate / GiB / low, rate / GiB / high], mode="lines", line={"color": GAP, "dash": "dash"},
             name=f"limit: {bandwidth_text(rate)} of read bandwidth", hoverinfo="skip",
         )  # fmt: skip
-    for n, name in enumerate(names):
+    for name, color in colors.items():
         for clock in ("modelled", "measured"):
-            mine = [point for point in points if point[2] == n and point[5]["clock"] == clock]
-            texts = [f"{point[5]['model']}, {point[3]:,} tokens" for point in mine]
+            mine = [point for point in points if point[2] == name and point[4]["clock"] == clock]
+            texts = [f"{point[4]['model']}, {point[3]:,} tokens" for point in mine]
             if mine:
                 figure.add_scatter(
                     x=[point[0] for point in mine], y=[point[1] for point in mine], text=texts, mode="markers",
-                    name=f"{name}, {clock}", marker=_marker(mine[0][5], n),
+                    name=f"{name}, {clock}", marker=_marker(mine[0][4], color),
                     hovertemplate="%{text}: %{x:.2f} GiB per token, %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
                 )  # fmt: skip
     rates = [point[1] for point in points]
@@ -180,5 +190,5 @@ def _color(n: int) -> str:
     return COLORS[n % len(COLORS)]
 
 
-def _marker(record: Record, n: int) -> dict[str, Any]:
-    return {"color": _color(n), "size": 9, "symbol": "circle-open" if record["clock"] == "modelled" else "circle"}
+def _marker(record: Record, color: str) -> dict[str, Any]:
+    return {"color": color, "size": 9, "symbol": "circle-open" if record["clock"] == "modelled" else "circle"}

@@ -25,6 +25,7 @@ from toolkit.ui.figures.speed import (
     Rates,
     Record,
     breakdown_figure,
+    colors_of,
     roofline_figure,
     rows_of,
     speed_figure,
@@ -66,8 +67,8 @@ def write_speed_page(
     """
     if not records:
         raise ToolkitError("a page of decode speeds", "no records", "Give it at least one record")
-    others = others or {}
-    parts = [_section(record, others.get(record["model"]), name) for record in records]
+    others, colors = others or {}, colors_of(records)
+    parts = [_section(record, others.get(record["model"]), name, colors) for record in records]
     compared = any(record["model"] in others for record in records)
     note = f'<p class="tk-note">{escape(source)}</p>' if compared and source else ""
     roofline = (
@@ -86,9 +87,9 @@ def write_speed_page(
     return replace_text(path, text, ToolkitError)
 
 
-def _section(record: Record, other: Rates | None, name: str) -> str:
+def _section(record: Record, other: Rates | None, name: str, colors: Mapping[str, str]) -> str:
     rates = [row for row in rows_of(record) if any(works(row, each) for each in row["strategies"])]
-    drawn = f"{_figure(speed_figure(record, other, name))}{_rates(record)}" if rates else ""
+    drawn = f"{_figure(speed_figure(record, other, name, colors))}{_rates(record)}" if rates else ""
     return f"<section><h2>{escape(_title(record))}</h2>{_about(record)}{drawn}{_steps(record)}</section>"
 
 
