@@ -163,6 +163,21 @@ def test_still_pictures_are_legible(notebook) -> None:
     assert page.locator(f"{VIEW}.tk-line[open]").count() == 2
 
 
+def test_the_table_of_what_is_held_fits_into_a_narrow_window(notebook) -> None:
+    page = notebook(SETUP, LEAK, "leak", "leak.timeline()")
+    page.set_viewport_size({"width": 900, "height": 1300})  # JupyterLab's file browser takes a third of it
+    page.focus(CANVAS)
+    page.keyboard.press("p")
+    page.wait_for_selector(".tk-detail:not([hidden]) td")
+    for name in ("light", "dark"):
+        theme(page, name)
+        look(page, f"memory-table-narrow-{name}")
+        tables = page.locator(f"{VIEW} .tk-scroll:visible")
+        widths = tables.evaluate_all("(all) => all.map((e) => [e.scrollWidth, e.clientWidth])")
+        assert len(widths) == 2
+        assert all(needed <= width for needed, width in widths), widths
+
+
 def test_a_session_answers_to_clicks_without_a_script(notebook) -> None:
     shown = "HTML(session_html(rows, [line_html(use, is_open=True) for use in uses], 60 << 20))"
     page = notebook(SETUP, LEAK, SHOWN, shown)
