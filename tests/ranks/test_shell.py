@@ -1,7 +1,8 @@
-"""`python -m toolkit run`, alone, by torchrun, and by torchrun on two nodes, which are two agents on the loopback."""
+"""Commands by torchrun: `python -m toolkit run`, also on two nodes, which are two agents on the loopback, and a benchmark."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,12 +14,13 @@ import pytest
 
 import toolkit as tk
 from toolkit.__main__ import main
+from toolkit.bench.captured_steps import bench
 
 RUN = ("run", "demo/qwen3", "The capital of France is", "--max-new-tokens", "5")
 LIMIT_S = 120
 
 
-def torchrun(nodes: int, per_node: int, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:
+def torchrun(nodes: int, per_node: int, arguments: Sequence[str], module: str = "toolkit") -> list[subprocess.Popen[str]]:
     """Start an agent per node, each of which starts `per_node` ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -28,7 +30,7 @@ def torchrun(nodes: int, per_node: int, arguments: Sequence[str]) -> list[subpro
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     return [
         subprocess.Popen(
-            [*command, "--node-rank", str(node), "-m", "toolkit", *arguments], env=environment, text=True,
+            [*command, "--node-rank", str(node), "-m", module, *arguments], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for node in range(nodes)
@@ -54,6 +56,16 @@ def test_ranks_of_torchrun_write_one_trace(tmp_path: Path, capsys: pytest.Captur
     assert trace.meta["run"]["tokens"]
     assert main([*RUN, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == out.splitlines()[0]
+
+
+def test_a_captured_step_of_a_divided_model(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    arguments = ["--model", "random/qwen3-8b", "--prompts", "8", "--device", "virtual:h200", "--out", str(file)]
+    printed(torchrun(1, 2, arguments, "toolkit.bench.captured_steps"))
+    (both,) = json.loads(file.read_text())["rows"]
+    (alone,) = bench("virtual:h200", {"random/qwen3-8b": (8,)})["rows"]
+    assert both["ranks"] == 2
+    assert alone["ms"] / 2 < both["ms"] < alone["ms"]
 
 
 def test_two_nodes(tmp_path: Path) -> None:

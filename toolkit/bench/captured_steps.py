@@ -4,12 +4,14 @@
     python -m toolkit.bench.captured_steps --device virtual:h200 --out virtual.json
     python -m toolkit.bench.captured_steps --tune
     python -m toolkit.bench.captured_steps --model random/gemma4-31b --prompts 512,130000 --kv plain,int8,k4v8,int4
+    torchrun --nproc-per-node 2 -m toolkit.bench.captured_steps --model random/gemma4-31b --tune
 
 With `--tune`, the configs that are fastest alone are tried in the step first, and the choices are stored
 (`toolkit.tune.in_step`): all kernels in the steps after the shortest prompts, and attention in the others.
 
 The models have the real shapes and random weights in q4_k_m, at batch size 1. The step embeds the token, runs the layers on a
-cache with the prompt and 64 more positions, chooses the most likely token, and advances the position.
+cache with the prompt and 64 more positions, chooses the most likely token, and advances the position. With torchrun, the
+models are divided among its processes, and a time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.core.distributed import Shard, join, latest, started
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -57,41 +60,43 @@ def bench(
     Kernels with the names `tuned`, () for all, are tuned in the steps first, except with None. `kv` are the formats of keys and
     values; None is the model's dtype, and rows with another format name it.
     """
-    gpu, rows = open_device(device), []
+    gpu, shard, rows = open_device(device), join(started()), []
     for name, lengths in (prompts or PROMPTS).items():
         with torch.no_grad(), gpu.sizes_only() if isinstance(gpu, VirtualGpu) else nullcontext():
-            model = load(name, device=gpu, scheme=SCHEME, progress=False)
+            model = load(name, device=gpu, scheme=SCHEME, progress=False, tensor_parallel=shard.ranks)
             if tuned is not None:
                 for n, length in enumerate(sorted(lengths)):
-                    _tune(gpu, model, name, length, ("attention_decode",) if n else tuned)
+                    _tune(gpu, shard, model, name, length, ("attention_decode",) if n else tuned)
             for n, form in ((n, form) for form in kv for n in lengths):
-                named = {"model": name, "prompt": n} if form is None else {"model": name, "prompt": n, "kv": form}
-                rows.append({**named, **_timed(gpu, model, n, warm_up_s=WARM_UP_S, kv=form)})
+                named = {"model": name, "prompt": n} | ({"kv": form} if form else {})
+                named |= {"ranks": shard.ranks} if shard.ranks > 1 else {}
+                rows.append({**named, **_timed(gpu, model, n, shard.ranks, warm_up_s=WARM_UP_S, kv=form)})
         del model
     return {**about(device), "scheme": SCHEME, "rows": rows}
 
 
-def _tune(gpu: Device, model: Model, name: str, prompt: int, kernels: Sequence[str]) -> None:
+def _tune(gpu: Device, shard: Shard, model: Model, name: str, prompt: int, kernels: Sequence[str]) -> None:
     """Tune the configs of `kernels`, by default all, in the step after `prompt` tokens, and print the trials."""
     card = find_card(gpu.torch)
     if card is None or not card.present:
         raise DeviceError("tuning a step", f"{gpu.torch} has no measured times", 'Give --device "cuda"')
 
     def time_ms() -> float:
-        return float(_timed(gpu, model, prompt, timings=3, replays=15)["ms"])
+        return float(_timed(gpu, model, prompt, shard.ranks, timings=3, replays=15)["ms"])
 
-    for trial in tune_in(f"a step of {name} after {prompt} tokens", time_ms, card, kernels):
-        note = "better" if trial.better else ""
-        print(
-            f"{trial.before_ms:.4f} -> {trial.ms:.4f} ms {trial.kernel} {trial.shape}: {words(trial.config)} {note}", flush=True
-        )
+    what = f"{name} on {shard.ranks} GPUs" if shard.ranks > 1 else name
+    for trial in tune_in(f"a step of {what} after {prompt} tokens", time_ms, card, kernels):
+        if shard.rank == 0:
+            times = f"{trial.before_ms:.4f} -> {trial.ms:.4f} ms"
+            note = " better" if trial.better else ""
+            print(f"{times} {trial.kernel} {trial.shape}: {words(trial.config)}{note}", flush=True)
 
 
 def _timed(
-    gpu: Device, model: Model, prompt: int, timings: int = TIMINGS, replays: int = REPLAYS, warm_up_s: float = 0.0,
-    kv: str | None = None,
+    gpu: Device, model: Model, prompt: int, ranks: int, timings: int = TIMINGS, replays: int = REPLAYS,
+    warm_up_s: float = 0.0, kv: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the milliseconds of a captured step after `prompt` tokens, and the number of nodes in its graph."""
+    """Return the milliseconds of a captured step after `prompt` tokens on the slowest rank, and the nodes of its graph."""
     room = prompt + MORE
     cache = model.new_cache(room, kv)
     token, position = (torch.full((1,), value, dtype=torch.int64, device=gpu.torch) for value in (0, prompt))
@@ -108,35 +113,37 @@ def _timed(
     if not modelled:
         step()  # compiles the kernels
     graph = gpu.capture(step)
-    times = []
+    times, warmed_ms = [], 0.0
     try:
-        warm = gpu.now_ns() + warm_up_s * 1e9
-        while not modelled and gpu.now_ns() < warm:
+        while not modelled and warmed_ms < warm_up_s * 1e3:
             position.fill_(prompt)
-            _replay_ms(gpu, graph, replays)
+            warmed_ms += replays * _replay_ms(gpu, graph, replays, ranks)
         for _ in range(1 if modelled else timings):
             position.fill_(prompt)
-            times.append(_replay_ms(gpu, graph, 1 if modelled else replays))
+            times.append(_replay_ms(gpu, graph, 1 if modelled else replays, ranks))
     finally:
         graph.free()
         cache.free()
     return {"ms": statistics.median(times), "nodes": graph.nodes}
 
 
-def _replay_ms(gpu: Device, graph: Any, replays: int) -> float:
-    """Return the milliseconds of one replay."""
+def _replay_ms(gpu: Device, graph: Any, replays: int, ranks: int) -> float:
+    """Return the milliseconds of one replay, on all ranks the same: those of the slowest one. They begin together."""
     gpu.sync()
+    if ranks > 1:
+        latest(0)  # a barrier
     start = gpu.now_ns()
     for _ in range(replays):
         graph.replay()
     gpu.sync()
-    return (gpu.now_ns() - start) / replays / 1e6
+    took_ns = gpu.now_ns() - start
+    return (latest(took_ns) if ranks > 1 else took_ns) / replays / 1e6
 
 
 def compare(modelled: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, int, float, float]]:
     """Return (model, prompt, modelled ms, measured ms) for each step of `measured` that `modelled` has, too.
 
-    Steps with other formats of keys and values are other steps.
+    Steps with other formats of keys and values, or on other numbers of GPUs, are other steps.
     """
     times = {_step(row): row["ms"] for row in modelled["rows"]}
     both = [row for row in measured["rows"] if _step(row) in times]
@@ -144,7 +151,7 @@ def compare(modelled: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
 
 
 def _step(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["model"], row["prompt"], row.get("kv")
+    return row["model"], row["prompt"], row.get("kv"), row.get("ranks", 1)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -174,7 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
     if kernels and not options.tune:
         parser.error("--kernels needs --tune")
     tuned = kernels if options.tune else None
-    write_record(bench(options.device, prompts, tuned, kv), options.out)
+    record = bench(options.device, prompts, tuned, kv)
+    if join(started()).rank == 0:
+        write_record(record, options.out)
     return 0
 
 
