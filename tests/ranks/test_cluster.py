@@ -30,8 +30,8 @@ from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankErr
 from toolkit.core.version import __version__
 from toolkit.decode.prefix import Prefix
 from toolkit.gpu.opening import open_device
+from toolkit.ranks import begun, remote
 from toolkit.ranks import rank as on_rank
-from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
 from toolkit.ranks.engines import START_S
 from toolkit.ranks.rank import Failure, versions
@@ -252,6 +252,56 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(impatient: Cluster) ->
     with pytest.raises(RankError, match=r"rank 1 did not arrive at a collective .* at .*test_cluster.py:\d+ \((while|time)"):
         impatient.run(one_never_arrives)
     assert impatient.run(allocated) == [0, 0]
+
+
+def one_returns(begun: Path | None = None) -> None:
+    if dist.get_rank() == 0:
+        if begun is not None:
+            begun.touch()
+        dist.barrier()
+
+
+def one_waits_by_itself() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+@pytest.mark.parametrize(("function", "line"), [(one_returns, r"dist.barrier\(\)"), (one_waits_by_itself, ".*wait.*")])
+def test_a_rank_that_returns_while_another_waits_for_it_is_named(pair: Cluster, function: Any, line: str) -> None:
+    found = rf"rank 1 returned without taking part in a collective in which rank 0 waited at .*:\d+ \({line}\)\. "
+    with pytest.raises(RankError, match=f"{found}Run the same collectives on all ranks.*still open") as caught:
+        pair.run(function)
+    assert caught.value.facts == {"rank": 1}
+    assert "On rank 0:" in caught.value.__notes__[0]
+    assert [each.tolist() for each in pair.run(sums, torch.tensor([1.0]))] == [[3.0]] * 2
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_can_be_interrupted(pair: Cluster, tmp_path: Path) -> None:
+    cancel = threading.Event()
+    when([tmp_path / "begun"], cancel.set)
+    with pytest.raises(CancelledError, match="still open"):
+        pair.run_as("waiting", cancel, one_returns, tmp_path / "begun")
+
+
+def two_work_on() -> float:
+    """Rank 1 returns. The others go on among themselves, with pauses in which they look as if they waited for it."""
+    x, pair = torch.ones(1), dist.new_group([0, 2])
+    begun.QUIET_S = 0.5  # in this process
+    if dist.get_rank() == 2:
+        time.sleep(2)
+        dist.send(x, 0)
+        time.sleep(2)
+    elif dist.get_rank() == 0:
+        dist.recv(x)
+    if dist.get_rank() != 1:
+        dist.all_reduce(x, group=pair)
+    return float(x)
+
+
+def test_a_rank_may_return_before_the_others() -> None:
+    with tk.cluster("cpu", 3) as cluster:
+        assert cluster.run(two_work_on) == [2.0, 1.0, 2.0]
+        assert cluster.run(two_work_on) == [2.0, 1.0, 2.0]  # in a new group
 
 
 def measured(ranks: int = 2) -> Any:

@@ -217,7 +217,7 @@ class Cluster:
         tasks = Tasks(self._engines, self.ranks)
         try:
             with signals_deferred:
-                tasks.start(execute, payload)
+                tasks.start(execute, payload, self._engines.folder.name)
             tasks.wait(cancel)
         except BaseException as error:
             with signals_deferred:
@@ -227,10 +227,10 @@ class Cluster:
             raise
         if tasks.cancelled:
             raise CancelledError(asked, "it was cancelled", f"Start it again: the cluster {self._recover(tasks)}")
-        found = first_failure(tasks.outcomes)
+        found = first_failure(tasks.outcomes, tasks.missed)
         if found:
             raise error_of(asked, *found, f"the cluster {self._recover(tasks)}")
-        if any(outcome.alone for outcome in tasks.outcomes.values()):
+        if tasks.left or any(outcome.alone for outcome in tasks.outcomes.values()):
             self._recover(tasks)
         return [tasks.outcomes[rank].value or b"" for rank in range(self.ranks)]
 

@@ -14,7 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
+from toolkit.ranks.begun import begun, published
 from toolkit.vram.budget import budget
 from toolkit.vram.measure import MemoryUse
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 IDLE_S = 5.0  # for a GPU to end its work after a function that failed
 _COLLECTIVES = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
+_GLOO = "third_party/gloo/"  # in its errors, which may be raised in the user's line: work.wait()
 _opened: list[Device] = []  # keeps the device of this rank open
 
 
@@ -45,7 +47,7 @@ class Failure:
     """Why a function ended without a result on a rank.
 
     `lost_peer` is True if a collective failed, which is the consequence of another rank's failure. `interrupted` is True if the
-    function was stopped by SIGINT. `file` and `line` are those of the user's code. `do` is the advice of a ToolkitError.
+    function was stopped by SIGINT. `file` and `line` are those of the user's code. `do` says what to do.
     """
 
     reason: str  # "raised ValueError"
@@ -60,11 +62,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function returned on a rank, pickled; or why it failed. `alone` is True if the function has left the group."""
+    """What a function returned on a rank, pickled; or why it failed.
+
+    `alone` is True if the function has left the group. `begun` has the exchanges that the rank has begun, by group.
+    """
 
     value: bytes | None = None
     failure: Failure | None = None
     alone: bool = False
+    begun: dict[str, int] = field(default_factory=dict)
 
 
 def versions() -> dict[str, str]:
@@ -118,15 +124,15 @@ def _check_idle(gpu: Device) -> None:
         raise RankError("entering a new group", why, "Open the cluster again")
 
 
-def execute(payload: bytes) -> Outcome:
-    """Run a pickled (function, arguments, keyword arguments).
+def execute(payload: bytes, folder: str | None = None) -> Outcome:
+    """Run a pickled (function, arguments, keyword arguments). For `folder` see `published`.
 
     After a failure, this rank leaves the group, so that the others stop waiting for it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         function, args, kwargs = pickle.loads(payload)
-        with announcing():
+        with announcing(), published(folder):
             value = function(*args, **kwargs)
         outcome = _packed(value)
         del value, function, args, kwargs
@@ -164,7 +170,7 @@ def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _packed(value: object) -> Outcome:
     try:
-        return Outcome(pickle.dumps(value), alone=not dist.is_initialized())
+        return Outcome(pickle.dumps(value), alone=not dist.is_initialized(), begun=begun())
     except Exception as error:
         do = "Return plain values and CPU tensors"
         return Outcome(failure=Failure("returned what can't be pickled", f"{error}. {do}"))
@@ -179,11 +185,12 @@ def _failure(error: BaseException) -> Failure:
     unknown = ("", 0) if isinstance(error, ToolkitError) else frames[-1]  # a ToolkitError needs no line of the toolkit
     file, line = next((frame for frame in reversed(frames) if not is_installed(frame[0])), unknown)
     origin = _frames(first.__traceback__)[-1:]  # none if the cause was created, but not raised
-    lost = isinstance(first, RuntimeError) and any(file.startswith(_COLLECTIVES) for file, _ in origin)
+    lost = isinstance(first, RuntimeError) and (any(file.startswith(_COLLECTIVES) for file, _ in origin) or _GLOO in str(first))
     interrupted = isinstance(error, KeyboardInterrupt)
     reason = "was interrupted" if interrupted else f"raised {type(error).__name__}"
     message, do = (f"{error.asked}: {error.found}", error.do) if isinstance(error, ToolkitError) else (str(error), "")
-    return Failure(reason, message, file, line, "".join(traceback.format_exception(error)), lost, interrupted, do)
+    told = f"On rank {os.environ['RANK']}:\n{''.join(traceback.format_exception(error))}"
+    return Failure(reason, message, file, line, told, lost, interrupted, do)
 
 
 def _frames(found: TracebackType | None) -> list[tuple[str, int]]:

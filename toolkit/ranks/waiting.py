@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from toolkit.core.callers import short_path, source_line
+from toolkit.core.distributed import leave
 from toolkit.core.errors import RankError
+from toolkit.ranks.begun import waits_for
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.rank import Failure, Outcome
 
@@ -30,6 +32,8 @@ class Tasks:
         self._outputs: list[_Output] = []
         self.outcomes: dict[int, Outcome] = {}  # by rank, in the order in which the ranks ended
         self.dead: set[int] = set()  # ranks whose process has ended or doesn't answer
+        self.left: set[int] = set()  # ranks that have returned, and then had to leave the group
+        self.missed: set[int] = set()  # those of them for which others seemed to wait
         self.cancelled = False
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
@@ -44,6 +48,9 @@ class Tasks:
         """
         while self.stuck and not self.cancelled and not any(outcome.failure for outcome in self.outcomes.values()):
             self._poll()
+            missed = {rank for rank in self._returned if self._awaited(rank)}
+            self._leave(missed)
+            self.missed |= missed
             self.cancelled = bool(self.stuck) and cancel is not None and cancel.is_set()
         if not self.cancelled:
             self._wait(LEAVE_S)
@@ -58,9 +65,10 @@ class Tasks:
         """Send SIGINT to the ranks that still run, and wait for them for at most GRACE_S.
 
         A rank may end before its signal arrives, because another one has left a collective. Wait for the signal also then: it
-        would stop the next function.
+        would stop the next function. Ranks that have returned leave the group: others may wait for them where no signal helps.
         """
         if self.stuck:
+            self._leave(self._returned)
             arrived = self._engines.interrupt(self.stuck)
             self._wait(GRACE_S)
             if not self.stuck and not self.dead:  # otherwise the cluster is closed anyway
@@ -70,6 +78,22 @@ class Tasks:
     def stuck(self) -> set[int]:
         """The ranks that still run."""
         return set(range(self._ranks)) - self.outcomes.keys()
+
+    @property
+    def _returned(self) -> set[int]:
+        """The ranks whose function has returned, and which are still in the group."""
+        return {rank for rank, outcome in self.outcomes.items() if not outcome.failure and not outcome.alone} - self.left
+
+    def _awaited(self, returned: int) -> bool:
+        """Return whether another rank may wait for one that has returned."""
+        begun = self.outcomes[returned].begun
+        return any(waits_for(self._engines.folder.name, rank, begun) for rank in self.stuck)
+
+    def _leave(self, ranks: set[int]) -> None:
+        """Make ranks that have returned leave the group. Exchanges that wait for them fail then, and no others do."""
+        for rank in ranks:
+            self._engines.submit(rank, leave)
+            self.left.add(rank)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -115,15 +139,45 @@ class _Output:
                 getattr(sys, name).write("".join(lines))
 
 
-def first_failure(outcomes: dict[int, Outcome]) -> tuple[int, Failure] | None:
+def first_failure(outcomes: dict[int, Outcome], missed: Collection[int] = ()) -> tuple[int, Failure] | None:
     """Return the rank that caused the others to fail, and why it failed; None if no rank failed.
 
-    A collective fails on a rank because another one has ended or did not arrive. One that did not arrive was then interrupted.
+    A collective fails on a rank because another one has ended, has returned, or did not arrive. `missed` are ranks that have
+    returned, and for which others waited. One that did not arrive was interrupted.
     """
     failed = [(rank, outcome.failure) for rank, outcome in outcomes.items() if outcome.failure]
     own = [each for each in failed if not each[1].lost_peer and not each[1].interrupted]
+    lost = [each for each in failed if each[1].lost_peer]
     late = [each for each in failed if each[1].interrupted]
-    return next(iter(own or late or failed), None)
+    alone = [rank for rank, outcome in outcomes.items() if outcome.alone]
+    if not missed and alone and not any("Timed out" in failure.message for _, failure in lost):
+        missed = alone
+    returned = [(rank, _returned(missed, lost)) for rank in sorted(missed)[:1] if lost]
+    return next(iter(own or returned or late or failed), None)
+
+
+def _returned(missed: Collection[int], lost: Sequence[tuple[int, Failure]]) -> Failure:
+    """Return what the first of the ranks that have returned is told, if others have `lost` it while they waited."""
+    places: dict[str, list[int]] = {}
+    for rank, failure in lost:
+        places.setdefault(_place(failure), []).append(rank)
+    waited = " and ".join(f"{_ranks(ranks)} waited{place}" for place, ranks in places.items())
+    also = f", and so did {_ranks(sorted(missed)[1:])}" if len(missed) > 1 else ""
+    reason = f"returned without taking part in a collective in which {waited}{also}"
+    return Failure(reason, traceback=lost[0][1].traceback, do="Run the same collectives on all ranks")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in sorted(ranks))}"
+
+
+def _place(failure: Failure) -> str:
+    """Return " at FILE:LINE (the line)", or "" if that is not known."""
+    if not failure.file:
+        return ""
+    source = source_line(f"{failure.file}:{failure.line}")
+    return f" at {short_path(failure.file)}:{failure.line}" + (f" ({source})" if source else "")
 
 
 def error_of(asked: str, rank: int, failure: Failure, cluster: str = "") -> RankError:
@@ -131,13 +185,11 @@ def error_of(asked: str, rank: int, failure: Failure, cluster: str = "") -> Rank
     reason = failure.reason
     if failure.interrupted:
         reason = "did not arrive at a collective in which the others waited, and was interrupted"
-    if failure.file:
-        source = source_line(f"{failure.file}:{failure.line}")
-        reason += f" at {short_path(failure.file)}:{failure.line}" + (f" ({source})" if source else "")
     do = f"{failure.do.removesuffix('.')}. Then run again" if failure.do else "Fix the cause and run again"
     do += f": {cluster}" if cluster else ""
     message = failure.message.rstrip(".")
-    error = RankError(asked, f"rank {rank} {reason}" + (f": {message}" if message else ""), do, rank=rank)
+    found = f"rank {rank} {reason}{_place(failure)}" + (f": {message}" if message else "")
+    error = RankError(asked, found, do, rank=rank)
     if failure.traceback:
-        error.add_note(f"On rank {rank}:\n{failure.traceback}")
+        error.add_note(failure.traceback)
     return error
