@@ -231,14 +231,23 @@ def test_a_result_that_only_the_ranks_can_read(pair: Cluster) -> None:
     assert pair.run(allocated) == [0, 0]
 
 
-def leaves_the_group() -> int:
+def leaves_the_group(*_: Any) -> int:
     """As many programs do at their end."""
     dist.destroy_process_group()
     return 1
 
 
-def test_a_function_may_leave_the_group(pair: Cluster) -> None:
-    assert pair.run(leaves_the_group) == [1, 1]
+def enters_another_group(*_: Any) -> int:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return 1
+
+
+@pytest.mark.parametrize("function", [leaves_the_group, enters_another_group])
+def test_a_function_may_leave_the_group(pair: Cluster, function: Any) -> None:
+    assert pair.run(function) == [1, 1]
+    assert [each.tolist() for each in pair.run(sums, torch.tensor([1.0]))] == [[3.0]] * 2
+    assert list(pair.spread(function, [0])) == [(0, 1)]
     assert [each.tolist() for each in pair.run(sums, torch.tensor([1.0]))] == [[3.0]] * 2
 
 

@@ -132,7 +132,8 @@ class Cluster:
         """Call `function(item)` for each item on a rank that is free, and yield (number of the item, result) as they end.
 
         This is for independent work: the function must not exchange anything with other ranks. `ranks` are those that take
-        part (default: all). If the process of a rank ends, its item is repeated on another one; `run` is then refused.
+        part (default: all). If the process of a rank ends, its item is repeated on another one; `run` is then refused. If the
+        function leaves torch.distributed's default group, the ranks enter a new one after the last item.
 
         Raises RankError if `items` are no items, if `ranks` has none of the cluster or others, if the function raises an error,
         if an item ends three processes, or if all processes have ended.
@@ -142,12 +143,15 @@ class Cluster:
             raise RankError(asked, f"the items are {brief(items)}", "Give a list of them")
         payloads = [self._pack(asked, function, (item,), {}) for item in items]
         with self._busy(asked):
-            work = Spread(self._engines, asked, self._chosen(asked, ranks))
+            work, alone = Spread(self._engines, asked, self._chosen(asked, ranks)), False
             try:
                 for number, rank, outcome in work.outcomes(execute, payloads):
                     if outcome.failure:
                         raise error_of(asked, rank, outcome.failure)
+                    alone |= outcome.alone
                     yield number, unpacked(asked, rank, outcome.value or b"")
+                if alone:
+                    self._after(work)
             except BaseException as error:
                 self._after(work)
                 error.add_note(f"The cluster is {'closed' if self.closed else 'still open'}.")
@@ -179,7 +183,7 @@ class Cluster:
             self._lock.release()
 
     def _after(self, work: Spread) -> None:
-        """Stop work that was not completed. Functions that were stopped have left the group, so all ranks enter a new one."""
+        """Stop work that was not completed, and enter a new group on all ranks: functions that were stopped have left it."""
         with signals_deferred:
             stopped = work.stop()
         alive = len(self._engines.alive_ranks(range(self.ranks)))

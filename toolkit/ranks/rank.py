@@ -13,6 +13,7 @@ import platform
 import signal
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +41,7 @@ IDLE_S = 5.0  # for a GPU to end its work after a function that failed
 _COLLECTIVES = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _GLOO = "third_party/gloo/"  # in its errors, which may be raised in the user's line: work.wait()
 _opened: list[Device] = []  # keeps the device of this rank open
+_entered: list[weakref.ref[Any]] = []  # the group that this rank has entered last
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Failure:
 class Outcome:
     """What a function returned on a rank, pickled; or why it failed.
 
-    `alone` is True if the function has left the group. `begun` has the exchanges that the rank has begun, by group.
+    `alone` is True if the function has left the group or entered another one. `begun` has the exchanges begun, by group.
     """
 
     value: bytes | None = None
@@ -100,6 +102,7 @@ def enter(rank: int, ranks: int, device: str, store: str, timeout_s: float) -> N
     dist.init_process_group(
         backend_of(device == "cuda"), timeout=timedelta(seconds=timeout_s), store=meeting, rank=rank, world_size=ranks
     )
+    _entered[:] = [weakref.ref(dist.group.WORLD)]
     dist.barrier()
 
 
@@ -170,7 +173,8 @@ def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _packed(value: object) -> Outcome:
     try:
-        return Outcome(pickle.dumps(value), alone=not dist.is_initialized(), begun=begun())
+        group = dist.group.WORLD
+        return Outcome(pickle.dumps(value), alone=group is None or group is not _entered[0](), begun=begun())
     except Exception as error:
         do = "Return plain values and CPU tensors"
         return Outcome(failure=Failure("returned what can't be pickled", f"{error}. {do}"))
