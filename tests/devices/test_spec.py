@@ -2,18 +2,19 @@
 
 import json
 from dataclasses import FrozenInstanceError, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import toolkit
+import toolkit as tk
 from toolkit.core.errors import DeviceError, UnknownNameError
 from toolkit.core.units import GiB, KiB
 from toolkit.gpu.catalogue import CATALOGUE, RECORDED, GpuSpec, find_specs
 from toolkit.gpu.opening import open_device
 
-RESULTS = Path(toolkit.__file__).parent / "bench" / "results" / "h200_primitives.json"
+RESULTS = Path(tk.__file__).parent / "bench" / "results" / "h200_primitives.json"
 CARDS = {
     "rtx-3090", "rtx-4090", "rtx-5090", "a10", "a10g", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200",
     "rtx-pro-6000",
@@ -90,7 +91,7 @@ def test_with_memory_refuses_sizes_no_gpu_has(n_bytes: int):
 
 def test_several_gpus_are_not_one_device():
     with pytest.raises(DeviceError, match=r'several processes\. Start a process for each, with tk.cluster\("virtual:2xh200"\)'):
-        toolkit.device("virtual:2xh200")
+        tk.device("virtual:2xh200")
 
 
 def test_an_unknown_figure_names_the_nearest():
@@ -109,7 +110,7 @@ def test_an_unknown_gpu_is_refused_by_name(key):
 
 def test_the_nearest_gpu_is_suggested():
     with pytest.raises(UnknownNameError, match=r'Did you mean "h[12]00"'):
-        toolkit.GPUS["h300"]
+        tk.GPUS["h300"]
 
 
 def test_the_catalogue_is_a_mapping():
@@ -142,11 +143,21 @@ def test_the_catalogue_shows_a_table() -> None:
     assert CATALOGUE._repr_html_().count("<tr>") == len(lines)
 
 
-@pytest.mark.parametrize("name", ["virtual:2xh200", "2xcuda", "2xcpu"])
-def test_names_of_several_devices_are_those_of_a_cluster(name: str) -> None:
-    found = rf'device {name}: several devices need several processes.*tk.cluster\("{name}"\) or torchrun.*tensor_parallel=2'
-    with pytest.raises(DeviceError, match=found):
-        open_device(name)
+@pytest.mark.parametrize(
+    ("name", "cluster", "one"),
+    [
+        ("virtual:2xh200", "virtual:2xh200", "h200"), ("2xcuda", "2xcuda", "cuda"), ("2xcpu", "2xcpu", "cpu"),
+        ("2xh200", "virtual:2xh200", "h200"), ("virtual:2x8GiB", "virtual:2x8GiB", "virtual:8GiB"),
+    ],
+)  # fmt: skip
+def test_names_of_several_devices_are_those_of_a_cluster(name: str, cluster: str, one: str) -> None:
+    found = (
+        rf'device {name}: several devices need several processes.*tk.cluster\("{cluster}"\) or torchrun\. '
+        rf'A plan needs no processes: tk.plan\(MODEL, "{one}", tensor_parallel=2\)'
+    )
+    for use in (open_device, partial(tk.plan, "demo/qwen3")):
+        with pytest.raises(DeviceError, match=found):
+            use(name)
 
 
 def test_what_looks_like_a_device_is_told_apart() -> None:

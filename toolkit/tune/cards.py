@@ -49,7 +49,7 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
     """Return the GPU called `device`: "h200", "virtual:8GiB", "cuda:1", a device of `tk.device` or torch; None for the CPU.
 
     "auto" is the first CUDA GPU, or None without one. A name of the catalogue never means the GPU in this machine; "cuda"
-    does. Raises UnknownNameError for an unknown name, and DeviceError if CUDA is not available.
+    does. Raises UnknownNameError for an unknown name, and DeviceError if CUDA is not available or the name asks for several.
     """
     if isinstance(device, Card):
         return device
@@ -70,6 +70,9 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
 
         return _absent(current_virtual().spec if kind == "vgpu" else spec_of(rest))
     if name not in CATALOGUE:
+        from toolkit.gpu.virtual.device import check_single
+
+        check_single(name)
         raise unknown_name("GPU", name, ["auto", "cpu", "cuda", "virtual:8GiB", *CATALOGUE])
     return _absent(CATALOGUE[name])
 

@@ -58,7 +58,7 @@ from toolkit.trace.events import Trace
 
 GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
-_SEVERAL = re.compile(r"(virtual:)?(\d+)x.+")
+_SEVERAL = re.compile(r"(virtual:)?(\d+)x(.+)")
 _current: VirtualGpu | None = None
 _opening = threading.RLock()
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
@@ -234,9 +234,13 @@ def spec_of(card: str) -> GpuSpec:
 
 
 def check_single(name: str) -> None:
-    """Raise DeviceError if the name asks for several devices: "2xcuda", "virtual:2xh200"."""
+    """Raise DeviceError if the name asks for several devices: "2xcuda", "virtual:2xh200", or wrongly "2xh200"."""
     if found := _SEVERAL.fullmatch(name):
-        do = f'Start a process for each, with tk.cluster("{name}") or torchrun. A plan needs tensor_parallel={found[2]} instead'
+        virtual, count, kind = found.groups()
+        ranks = name if virtual or kind in ("cpu", "cuda") else f"virtual:{name}"
+        one = kind if kind in ("cpu", "cuda", *CATALOGUE) else f"virtual:{kind}"
+        do = f'Start a process for each, with tk.cluster("{ranks}") or torchrun. '
+        do += f'A plan needs no processes: tk.plan(MODEL, "{one}", tensor_parallel={count})'
         raise DeviceError(f"the device {name}", "several devices need several processes", do)
 
 
