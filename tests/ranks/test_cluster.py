@@ -172,6 +172,11 @@ def leaves() -> None:
     sys.exit("enough")
 
 
+def test_keyword_arguments_of_any_name_reach_the_function(pair: Cluster) -> None:
+    options = {"self": 1, "function": 2, "doing": 3, "cancel": 4}
+    assert pair.run(dict, **options) == [options] * 2
+
+
 def keeps_a_lock() -> Any:
     return threading.Lock()
 

@@ -101,7 +101,7 @@ class Cluster:
         """End all processes, which frees their memory. A closed cluster can't be opened again."""
         self._finalizer()
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on all ranks at once and return the results by rank.
 
         The function may come from a notebook. On each rank, the device is open (`torch.device("vgpu")` is a virtual GPU) and
@@ -115,7 +115,7 @@ class Cluster:
         return self.run_as(f"running {_name(function)}", None, function, *args, **kwargs)
 
     def run_as(
-        self, doing: str, cancel: threading.Event | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, doing: str, cancel: threading.Event | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """Do as `run` does. Errors say what the ranks were `doing`.
 
@@ -190,7 +190,7 @@ class Cluster:
         if not stopped or not alive or (alive == self.ranks and not self._entered()):
             self.close()
 
-    def memory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> pd.DataFrame:
+    def memory(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> pd.DataFrame:
         """Run a function on all ranks that measures its memory, and return who held how much at the peak, by rank.
 
         The function returns `m` of its block `with tk.memory() as m:`. The table has one row per rank, owner, kind and line:
