@@ -175,6 +175,10 @@ def leaves() -> None:
 def test_keyword_arguments_of_any_name_reach_the_function(pair: Cluster) -> None:
     options = {"self": 1, "function": 2, "doing": 3, "cancel": 4}
     assert pair.run(dict, **options) == [options] * 2
+    with pytest.raises(
+        RankError, match=r"rank \d raised TypeError: too_much\(\) takes 0 positional arguments but 1 was given\. "
+    ):
+        pair.run(too_much, 1)
 
 
 def keeps_a_lock() -> Any:

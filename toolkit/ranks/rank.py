@@ -186,7 +186,8 @@ def _failure(error: BaseException) -> Failure:
         first = first.__cause__
         seen.add(id(first))
     frames = _frames(error.__traceback__)
-    unknown = ("", 0) if isinstance(error, ToolkitError) else frames[-1]  # a ToolkitError needs no line of the toolkit
+    # a ToolkitError needs no line of the toolkit, and wrong arguments need not that of the call in this file
+    unknown = ("", 0) if isinstance(error, ToolkitError) or frames[-1][0] == __file__ else frames[-1]
     file, line = next((frame for frame in reversed(frames) if not is_installed(frame[0])), unknown)
     origin = _frames(first.__traceback__)[-1:]  # none if the cause was created, but not raised
     lost = isinstance(first, RuntimeError) and (any(file.startswith(_COLLECTIVES) for file, _ in origin) or _GLOO in str(first))
