@@ -272,6 +272,26 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(impatient: Cluster) ->
     assert impatient.run(allocated) == [0, 0]
 
 
+def waits_for_the_other(begins: str) -> None:
+    if dist.get_rank() == 0 or begins == "the same":
+        dist.all_reduce(torch.ones(1 + dist.get_rank()))
+    else:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("begins", "waits"),
+    [
+        ("another", r"rank 0 waited at .*:\d+ \(dist.all_reduce.*\) and rank 1 waited at .*:\d+ \(dist.barrier\(\)\)"),
+        ("the same", r"ranks 0, 1 waited at .*:\d+ \(dist.all_reduce.*\)"),
+    ],
+)
+def test_ranks_that_wait_for_each_other_are_named(impatient: Cluster, begins: str, waits: str) -> None:
+    found = rf"rank [01] timed out in a collective: {waits}\. Run the same collectives on all ranks, with .* shapes"
+    with pytest.raises(RankError, match=found):
+        impatient.run(waits_for_the_other, begins)
+
+
 def one_returns(begun: Path | None = None) -> None:
     if dist.get_rank() == 0:
         if begun is not None:

@@ -143,28 +143,34 @@ def first_failure(outcomes: dict[int, Outcome], missed: Collection[int] = ()) ->
     """Return the rank that caused the others to fail, and why it failed; None if no rank failed.
 
     A collective fails on a rank because another one has ended, has returned, or did not arrive. `missed` are ranks that have
-    returned, and for which others waited. One that did not arrive was interrupted.
+    returned, and for which others seemed to wait. One that did not arrive was interrupted.
     """
     failed = [(rank, outcome.failure) for rank, outcome in outcomes.items() if outcome.failure]
     own = [each for each in failed if not each[1].lost_peer and not each[1].interrupted]
     lost = [each for each in failed if each[1].lost_peer]
     late = [each for each in failed if each[1].interrupted]
-    alone = [rank for rank, outcome in outcomes.items() if outcome.alone]
-    if not missed and alone and not any("Timed out" in failure.message for _, failure in lost):
-        missed = alone
-    returned = [(rank, _returned(missed, lost)) for rank in sorted(missed)[:1] if lost]
-    return next(iter(own or returned or late or failed), None)
+    if own or not lost:
+        return next(iter(own or late), None)
+    timed_out = any("Timed out" in failure.message for _, failure in lost)  # otherwise, another rank has left the group
+    gone = sorted(missed or [rank for rank, outcome in outcomes.items() if outcome.alone])
+    if gone and not timed_out:
+        also = f", and so did {_ranks(gone[1:])}" if gone[1:] else ""
+        reason = f"returned without taking part in a collective in which {_waits(lost)}{also}"
+        return gone[0], Failure(reason, traceback=lost[0][1].traceback, do="Run the same collectives on all ranks")
+    if late or not timed_out:
+        return (late or lost)[0]
+    returned = [rank for rank in outcomes if rank not in dict(lost)]
+    reason = f"timed out in a collective: {_waits(lost)}" + (f"; {_ranks(returned)} had returned" if returned else "")
+    do = "Run the same collectives on all ranks, with tensors of the same shapes"
+    return lost[0][0], Failure(reason, traceback=lost[0][1].traceback, do=do)
 
 
-def _returned(missed: Collection[int], lost: Sequence[tuple[int, Failure]]) -> Failure:
-    """Return what the first of the ranks that have returned is told, if others have `lost` it while they waited."""
+def _waits(lost: Sequence[tuple[int, Failure]]) -> str:
+    """Return in which lines the ranks waited that have `lost` another one."""
     places: dict[str, list[int]] = {}
-    for rank, failure in lost:
+    for rank, failure in sorted(lost, key=lambda each: each[0]):
         places.setdefault(_place(failure), []).append(rank)
-    waited = " and ".join(f"{_ranks(ranks)} waited{place}" for place, ranks in places.items())
-    also = f", and so did {_ranks(sorted(missed)[1:])}" if len(missed) > 1 else ""
-    reason = f"returned without taking part in a collective in which {waited}{also}"
-    return Failure(reason, traceback=lost[0][1].traceback, do="Run the same collectives on all ranks")
+    return " and ".join(f"{_ranks(ranks)} waited{place}" for place, ranks in places.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
