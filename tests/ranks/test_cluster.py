@@ -321,6 +321,26 @@ def test_a_rank_that_waits_for_one_that_has_returned_can_be_interrupted(pair: Cl
         pair.run_as("waiting", cancel, one_returns, tmp_path / "begun")
 
 
+def one_sleeps(begun: Path) -> None:
+    if dist.get_rank() == 0:
+        begun.touch()
+        time.sleep(1000)
+
+
+def test_an_interrupt_arrives_though_a_rank_that_has_returned_was_killed(pair: Cluster, tmp_path: Path) -> None:
+    cancel = threading.Event()
+
+    def ends_one() -> None:
+        kill(pair.pids[1:])
+        wait_for(pair, [0])
+        cancel.set()
+
+    when([tmp_path / "begun"], lambda: threading.Timer(1, ends_one).start())
+    with pytest.raises(CancelledError, match="the cluster is closed"):
+        pair.run_as("sleeping", cancel, one_sleeps, tmp_path / "begun")
+    assert pair.closed
+
+
 def two_work_on() -> float:
     """Rank 1 returns. The others go on among themselves, with pauses in which they look as if they waited for it."""
     x, pair = torch.ones(1), dist.new_group([0, 2])

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from toolkit.core.callers import short_path, source_line
@@ -92,7 +93,8 @@ class Tasks:
     def _leave(self, ranks: set[int]) -> None:
         """Make ranks that have returned leave the group. Exchanges that wait for them fail then, and no others do."""
         for rank in ranks:
-            self._engines.submit(rank, leave)
+            with suppress(RankError):  # its process has ended
+                self._engines.submit(rank, leave)
             self.left.add(rank)
 
     def _wait(self, seconds: float) -> None:
