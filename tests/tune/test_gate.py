@@ -130,6 +130,13 @@ def test_infinite_values_of_the_reference_must_be_there() -> None:
     assert "infinite" in compare(torch.tensor([1.0, -1e30, 2.0]), wanted, 0.999, 1e-2).reason
 
 
+def test_a_result_is_nan_where_the_reference_is() -> None:
+    wanted = torch.tensor([1.0, torch.nan, 2.0, -torch.inf])
+    assert compare(wanted.clone(), wanted, 0.99, 0.1).right
+    found = compare(torch.tensor([1.0, 3.0, 2.0, -torch.inf]), wanted, 0.99, 0.1)
+    assert found.reason == "the result differs where the reference is NaN or infinite"
+
+
 def test_nothing_agrees_with_a_reference_that_is_nan() -> None:
     wanted = torch.full((3,), torch.nan)
     for result in (torch.ones(3), wanted):
