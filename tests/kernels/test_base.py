@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from toolkit.core.errors import ToolkitError
 from toolkit.kernels.base import Config, Launch, Shape, config_grid
 from toolkit.tune.store import from_words, words
 
@@ -71,6 +72,18 @@ def test_a_config_holds_whole_numbers():
     for value in ("fast", 0.5, None):
         with pytest.raises(TypeError):
             Config(mode=value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"carveout": 500}, {"carveout": -2}, {"stages": -1}, {"warps": 3}, {"warps": 0}, {"warps": 64}], ids=str
+)
+def test_a_config_that_no_gpu_accepts_is_refused_when_it_is_made(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ToolkitError, match=rf"^Config\({name}={value}\): .+ Give "):
+        Config(block=64, **wrong)
+    if name == "carveout":
+        with pytest.raises(ToolkitError, match="carveout"):
+            Config(block=64).prefer(value)
 
 
 def test_a_grid_has_the_default_first_and_each_once():

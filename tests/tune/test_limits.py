@@ -173,7 +173,7 @@ def test_what_cant_be_kept_is_told_and_given(tmp_path: Path, monkeypatch: pytest
 def test_two_writers_of_results_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(compiling, "_compile", quick)
-    jobs = [Job(ODD, toy_config(warps=warps), (9, 0)) for warps in range(1, 25)]
+    jobs = [Job(ODD, toy_config(stages=stages), (9, 0)) for stages in range(1, 25)]
     writers = [threading.Thread(target=compile_configs, args=(TOY, [job])) for job in jobs]
     for writer in writers:
         writer.start()

@@ -98,6 +98,8 @@ def test_one_row_more_leaves_the_others() -> None:
         (Tuned(H200, ROWS).to_text().replace("35.7", "NaN"), ">= -1.0 - at `$.kernels[...][...][...].us`"),
         (Tuned(H200, ROWS).to_text().replace("35.7", '"35.7"'), "expected `float | null`, got `str`"),
         (Tuned(H200, ROWS).to_text().replace("block_n=64", "block_n=many"), "invalid literal"),
+        (Tuned(H200, ROWS).to_text().replace("warps=4 stages=2", "warps=4 stages=2 carveout=500"), "Config(carveout=500)"),
+        (Tuned(H200, ROWS).to_text().replace("stages=2", "stages=-1"), "Config(stages=-1)"),
         (Tuned(H200, ROWS).to_text().replace('"cosine"', '"kosinus"'), "kosinus"),
         (Tuned(H100, ROWS).to_text(),
          "a NVIDIA H100 80GB HBM3 (compute capability 9.0) with 132 SMs, but this GPU is a NVIDIA H200"),

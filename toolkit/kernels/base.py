@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from toolkit.core.errors import ToolkitError
 from toolkit.core.units import plural
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.cuda.carveout import prefer_shared
@@ -26,6 +27,7 @@ from toolkit.kernels import interpreter
 
 # Of operands and results, by the name that shapes have.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WARPS = (1, 2, 4, 8, 16, 32)  # of a block: Triton takes powers of 2, and CUDA at most 1024 threads
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,7 +38,7 @@ class Config:
 
     `warps` and `stages` are Triton's num_warps and num_stages. `carveout` is how much of the largest shared memory of a
     multiprocessor the launches prefer, in percent: the rest of that memory is L1 cache. -1 leaves it to the driver. The other
-    numbers belong to the kernel.
+    numbers belong to the kernel. Raises ToolkitError for values that Triton or CUDA would refuse for every kernel.
     """
 
     choices: tuple[tuple[str, int], ...]
@@ -50,6 +52,14 @@ class Config:
         object.__setattr__(self, "warps", int(index(warps)))
         object.__setattr__(self, "stages", int(index(stages)))
         object.__setattr__(self, "carveout", int(index(carveout)))
+        if self.warps not in WARPS:
+            raise ToolkitError(f"Config(warps={self.warps})", "not a power of 2 up to 32", f"Give one of {list(WARPS)}")
+        if self.stages < 0:
+            found = "a loop can't have fewer than 0 stages"
+            raise ToolkitError(f"Config(stages={self.stages})", found, "Give 1 for a loop that is not pipelined, or more")
+        if not -1 <= self.carveout <= 100:
+            found = "not a share of the shared memory"
+            raise ToolkitError(f"Config(carveout={self.carveout})", found, "Give 0 to 100, or -1 for the driver's choice")
 
     def __getitem__(self, name: str) -> int:
         return dict(self.choices)[name]

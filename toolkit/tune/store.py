@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from filelock import FileLock
 from msgspec import Meta
 
-from toolkit.core.errors import FormatError
+from toolkit.core.errors import FormatError, ToolkitError
 from toolkit.core.files import at_home, read_regular, replace_text
 from toolkit.core.schema import convert, parse_json
 from toolkit.kernels.base import Config
@@ -143,7 +143,7 @@ class Tuned:
                 for shape, configs in shapes.items()
                 for config, row in configs.items()
             }
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ToolkitError) as error:
             raise FormatError(f"timings in {where}", str(error), "Give a file that `tune export` wrote") from error
         return cls(found["device"], rows)
 
@@ -154,7 +154,7 @@ def words(config: Config) -> str:
 
 
 def from_words(text: str) -> Config:
-    """Parse the text of `words`. Raises ValueError or TypeError if it is anything else."""
+    """Parse the text of `words`. Raises ValueError, TypeError or ToolkitError if it is anything else."""
     pairs = [word.partition("=") for word in text.split()]
     return Config(**{name: int(value) for name, _, value in pairs})
 
