@@ -106,6 +106,16 @@ class Device(ABC):
     def __repr__(self) -> str:
         return f"Device({self.name!r})"
 
+    def __copy__(self) -> Device:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Device:
+        return self
+
+    @abstractmethod
+    def __reduce__(self) -> tuple[Callable[..., Device], tuple[object, ...]]:
+        """Return a function that opens the device where it is unpickled, and its arguments."""
+
     @abstractmethod
     def start(self, *, lines: bool) -> None:
         """Start recording. Raises RecorderError if that is not possible now."""
@@ -149,6 +159,10 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Reset `memory().peak_bytes` to the bytes that are allocated now."""
+
+    def sizes_only(self) -> AbstractContextManager[None]:
+        """Return a context in which a virtual GPU creates tensors without values. Other devices have no such tensors."""
+        return nullcontext()
 
     def from_tape(self) -> AbstractContextManager[None]:
         """Return a context manager for work that a GPU's host would launch from a tape (see `toolkit.ops.tape`).

@@ -227,6 +227,10 @@ class HfModel(Shown):
         self.embed = Rows([inner.get_input_embeddings(), *_per_layer(inner)])
         self.only_loops = self._undrivable()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Put the device first: unpickling opens it before it creates the weights on it."""
+        return {"device": self.device, **self.__dict__}
+
     @property
     def loops(self) -> dict[str, Callable[..., Generator[tuple[int, int], None, None]]]:
         """The decode loops of the model itself. Not stored, because a bound method would be a reference cycle."""

@@ -10,9 +10,8 @@ import os
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +35,6 @@ from toolkit.loading.huggingface import import_transformers, wrap
 from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.report import Report
 from toolkit.loading.room import check_room, needed_bytes, too_big
-from toolkit.models.cache import Cache
 from toolkit.models.model import CausalLM
 from toolkit.models.places import assign
 from toolkit.ops.exchange import links
@@ -163,11 +161,9 @@ def _load(
         check_ranks(shard, asked, target, **facts)
     layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse, shard)
     before = target.memory()
-    with _without_values(checkpoint, target):
+    with target.sizes_only() if checkpoint.weights is None else nullcontext():
         _place(checkpoint, layout, target, counter, drawn)
     layout.model.report = _report(checkpoint, layout, target, before, counter.total, time.perf_counter() - began)
-    if checkpoint.weights is None and isinstance(target, VirtualGpu):
-        _keep_without_values(layout.model, target)
     return layout.model
 
 
@@ -200,13 +196,6 @@ def _option_of_wrapped(
 def _whole(found: Path | Repository, progress: bool | Progress, cancel: threading.Event | None) -> Path:
     """Return the path of a model, after downloading it if it is a repository."""
     return found.download(progress, cancel) if isinstance(found, Repository) else found
-
-
-def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextManager[None]:
-    """Return a context in which random weights on a virtual GPU are sizes only and take no memory of this machine."""
-    if checkpoint.weights is None and isinstance(device, VirtualGpu):
-        return device.sizes_only()
-    return nullcontext()
 
 
 def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Counter, seed: int) -> None:
@@ -263,20 +252,6 @@ def _empty(model: nn.Module, device: Device) -> None:
     empty_cache = getattr(torch.get_device_module(device.torch), "empty_cache", None)
     if empty_cache is not None:
         empty_cache()
-
-
-def _keep_without_values(model: CausalLM, gpu: VirtualGpu) -> None:
-    """Make the caches of a model without values sizes only, too: a long context would fill this machine's memory."""
-    make = weakref.WeakMethod(model.new_cache)  # the model must not refer to itself: it is freed with its last variable
-
-    def new_cache(context: int, kv: str | None = None) -> Cache:
-        method = make()
-        assert method is not None  # called as the model's own method
-        with gpu.sizes_only():
-            cache: Cache = method(context, kv)
-        return cache
-
-    model.new_cache = new_cache  # type: ignore[method-assign]
 
 
 def _report(

@@ -10,7 +10,6 @@ import copy
 import math
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from toolkit.core.errors import ModelError, kind_of, unknown_name
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import count_text, dtype_name
-from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.quantization_report import Matrix, Quantization
 from toolkit.models.layers import Embedding, Joined, Linear
 from toolkit.models.model import CausalLM
@@ -71,7 +69,7 @@ def quantize(
     ids = _ids(model, prompt)
     counter = Counter(f"quantizing to {chosen.name}", progress, unit=count_text)
     counter.begin(sum(math.prod(m.shape) for m in plan.values() if m.scheme and not m.why))
-    with torch.no_grad(), _as_held(model):
+    with torch.no_grad(), model.as_loaded():
         new = _twin(model)
         try:
             rows = _quantize_matrices(new, plan, METHODS[method], counter)
@@ -88,12 +86,6 @@ def quantize(
         if row.why not in (ALWAYS_PLAIN, SAME):
             new.unquantized[row.why] = (*new.unquantized.get(row.why, ()), row.name)
     return new
-
-
-def _as_held(model: CausalLM) -> AbstractContextManager[None]:
-    """Return a context of sizes only if the model was loaded without values."""
-    without_values = getattr(getattr(model, "report", None), "sizes_only", False)
-    return model.device.sizes_only() if without_values and isinstance(model.device, VirtualGpu) else nullcontext()
 
 
 def _plan(model: CausalLM, chosen: Recipe) -> dict[str, Matrix]:

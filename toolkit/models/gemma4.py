@@ -323,7 +323,7 @@ class Model(CausalLM):
         slots = torch.arange(length_of(ids), device=ids.device)
         return self.logits(self._layers(self.embed(ids), Pass(slots, self._ropes(slots))))
 
-    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+    def make_cache(self, context: int, kv: str | None) -> Cache:
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         makers: list[Callable[[], State] | None] = []

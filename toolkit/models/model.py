@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -163,6 +164,10 @@ class CausalLM(Shown, nn.Module):
             raise ModelError(asked, found, "Load it again, with the device= and dtype= that you want")
         return super()._apply(fn, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Put the device first: unpickling opens it before it creates the weights on it."""
+        return {"device": self.device, **self.__dict__}
+
     def init_weights(self, seed: int = 0) -> Self:
         """Draw random weights from `seed`, the same on every device, and return the model."""
         initialize(self, self.device.torch, seed)
@@ -173,7 +178,17 @@ class CausalLM(Shown, nn.Module):
 
         `kv` is "int8", "k4v8" or "int4" to quantize the keys and values of the layers that keep every position.
         """
+        with self.as_loaded():
+            return self.make_cache(context, kv)
+
+    def make_cache(self, context: int, kv: str | None) -> Cache:
+        """Return an empty cache; see `new_cache`."""
         raise NotImplementedError  # each architecture has its own
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Return a context in which new tensors have sizes only if the weights do, so that they take no memory either."""
+        sizes_only = getattr(getattr(self, "report", None), "sizes_only", False)
+        return self.device.sizes_only() if sizes_only else nullcontext()
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Feed embedded tokens `x` [1, T, hidden] and return their hidden states [1, T, hidden].

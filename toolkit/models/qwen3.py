@@ -168,7 +168,7 @@ class Model(CausalLM):
         slots = torch.arange(length_of(ids), device=ids.device)
         return self.logits(self._layers(self.embed(ids), None, self.config.rope.table(slots, self.dtype)))
 
-    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+    def make_cache(self, context: int, kv: str | None) -> Cache:
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         like = (c.head_dim, self.dtype, self.device.torch)

@@ -240,7 +240,7 @@ class Model(CausalLM):
         rope = self.config.rope.table(torch.arange(length_of(ids), device=ids.device), self.dtype)
         return self.logits(self._layers(self.embed(ids), None, rope))
 
-    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+    def make_cache(self, context: int, kv: str | None) -> Cache:
         c, device = self.config, self.device.torch
         slots = torch.arange(context, device=device)
         keys_values = every_position(kv, _heads(c, self.shard)[1].held, context, c.head_dim, self.dtype, device)

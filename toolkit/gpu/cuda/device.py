@@ -70,6 +70,9 @@ class CudaGpu(Device):
         self._session: Session | None = None
         self._profiler: Any = None
 
+    def __reduce__(self) -> tuple[Callable[[int], CudaGpu], tuple[int]]:
+        return open_cuda, (self.index,)
+
     def start(self, *, lines: bool) -> None:
         """Wait until the GPU is idle, then start recording. `lines=True` also records Python lines and allocations."""
         if not _busy.acquire(blocking=False):
@@ -224,6 +227,9 @@ class Cpu(Device):
         self.torch = torch.device("cpu")
         self._ranges: list[Range] | None = None
         self._began_ns = 0
+
+    def __reduce__(self) -> tuple[Callable[[], Cpu], tuple[()]]:
+        return open_cpu, ()
 
     def start(self, *, lines: bool) -> None:
         """Start recording marks."""

@@ -106,6 +106,9 @@ class VirtualGpu(Device):
         self.torch = torch.device("vgpu", 0)
         self.machine = Machine(spec)
 
+    def __reduce__(self) -> tuple[Callable[[str], VirtualGpu], tuple[str]]:
+        return open_virtual, (self.card,)
+
     def _in_use(self) -> Machine:
         """Return the machine. Raises DeviceError if another virtual GPU has been opened since."""
         if _current is not self:
