@@ -293,6 +293,17 @@ def test_gguf_metadata_that_lies_is_refused(field):
         Config.from_gguf(GGUF | {field: "x"})
 
 
+@pytest.mark.parametrize("window", [128, 511, -1, True, "128"], ids=repr)
+def test_gguf_with_a_sliding_window_is_refused(window):
+    with pytest.raises(ModelError, match=r"qwen3\.attention\.sliding_window.*context_length of 512"):
+        Config.from_gguf(GGUF | {"qwen3.attention.sliding_window": window})
+
+
+@pytest.mark.parametrize("window", [0, 512, 4096])
+def test_gguf_with_a_window_that_hides_nothing_is_read(window):
+    assert Config.from_gguf(GGUF | {"qwen3.attention.sliding_window": window}) == Config.from_gguf(GGUF)
+
+
 def test_gguf_without_a_needed_field_names_it():
     for field in ("qwen3.block_count", "qwen3.context_length", "qwen3.attention.layer_norm_rms_epsilon"):
         with pytest.raises(ModelError, match=field):

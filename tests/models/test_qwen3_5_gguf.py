@@ -215,6 +215,7 @@ def test_metadata_that_lies_is_refused_or_makes_a_config(field, lie):
     ("field", "value"),
     [
         ("attention.causal", False),
+        ("attention.sliding_window", 8),
         ("expert_weights_scale", 2.5),
         ("expert_weights_norm", False),
         ("expert_gating_func", 2),

@@ -92,6 +92,14 @@ def check_gguf_routing(own: Fields) -> None:
     own.only("expert_gating_func", 1)  # softmax
 
 
+def check_gguf_window(own: Fields) -> None:
+    """Raise ModelError if layers attend to a sliding window only. GGUF does not say which layers of a Qwen do."""
+    name, most = "attention.sliding_window", own.size("context_length")
+    window = own.values.get(own.prefix + name)
+    if window not in (None, 0) and not (isinstance(window, int) and window >= most):
+        raise own.wrong(name, window, f"0, or a window of at least the context_length of {most:,}", "not supported")
+
+
 def vocab_from_gguf(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int]]) -> int:
     """Return the vocabulary size of a GGUF model: the rows of its embedding table, or else the length of its token list."""
     tokens = fields.values.get("tokenizer.ggml.tokens")

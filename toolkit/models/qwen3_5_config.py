@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, check_gguf_routing, vocab_from_gguf
+from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, check_gguf_routing, check_gguf_window, vocab_from_gguf
 from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.places import Source
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
@@ -130,6 +130,7 @@ class Config:
         own = Fields(fields.source, metadata, prefix="qwen35moe." if moe else "qwen35.")
         own.only("attention.causal", True)
         check_gguf_routing(own)
+        check_gguf_window(own)
         experts: dict[str, Any] = {ours: own.size(theirs, most=most) for ours, theirs, most in GGUF_EXPERTS} if moe else {}
         return cls(
             **_gguf_layers(fields, own, tensors or {}),

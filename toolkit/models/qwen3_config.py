@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.core.errors import ModelError
-from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, check_gguf_routing, vocab_from_gguf
+from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, check_gguf_routing, check_gguf_window, vocab_from_gguf
 from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.places import Source
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
@@ -109,6 +109,7 @@ class Config:
         moe = metadata.get("general.architecture") == "qwen3moe"
         own = Fields(fields.source, metadata, prefix="qwen3moe." if moe else "qwen3.")
         own.only("attention.causal", True)
+        check_gguf_window(own)
         heads, hidden = own.size("attention.head_count"), own.size("embedding_length")
         head_dim = own.size("attention.key_length", max(1, hidden // heads))
         own.only("attention.value_length", head_dim)
