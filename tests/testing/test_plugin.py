@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import without_permission
 from tests.testing.more_regressions import HARMLESS, MORE
 from tests.testing.regressions import REGRESSIONS, edited
 from tests.testing.report import EXAMPLES
+from toolkit.core.errors import FormatError
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.opening import open_device
+from toolkit.testing import baselines
 from toolkit.testing.measure import Recorder
 from toolkit.testing.plugin import _less
 
@@ -350,6 +353,14 @@ def test_damaged_and_obsolete_baselines(run, pytester):
             found.assert_outcomes(errors=1)
             found.stdout.fnmatch_lines([said])
         assert file.read_text() == damage
+
+
+def test_baselines_in_a_folder_without_permission(tmp_path, monkeypatch):
+    closed = tmp_path / "toolkit_baselines"
+    closed.mkdir()
+    assert baselines.read(closed / "test_a.json") == {}
+    with without_permission(closed, monkeypatch), pytest.raises(FormatError, match="it can't be read"):
+        baselines.read(Path("toolkit_baselines", "test_a.json"))
 
 
 def test_obsolete_baselines_in_folders_are_told_apart(run, pytester):

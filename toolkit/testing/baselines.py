@@ -33,15 +33,17 @@ def path_of(module: Path) -> Path:
 
 
 def read(path: Path) -> Tests:
-    """Return the baselines in a file; none if there is no file. Raises FormatError for a file that is damaged."""
-    if not path.exists():
-        return {}
+    """Return the baselines in a file; none if there is no file. Raises FormatError if it can't be read or is damaged."""
     asked, do = f"baselines {path}", "Restore it from version control, or delete it and run pytest --copies-update"
-    with open_regular(path, asked, FormatError) as file:
-        try:
+    try:
+        with open_regular(path, asked, FormatError) as file:
             found: _File = parse_json(file.read(), _File)
-        except ValueError as error:
-            raise FormatError(asked, f"it is damaged ({error!s:.200})", do) from error
+    except ValueError as error:
+        raise FormatError(asked, f"it is damaged ({error!s:.200})", do) from error
+    except FormatError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return {}
+        raise
     if found["format"] != "toolkit-baselines":
         raise FormatError(asked, "it is not a file of baselines", do)
     if found["version"] > VERSION:
