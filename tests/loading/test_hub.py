@@ -104,6 +104,14 @@ def test_a_gguf_file_of_a_repository(hub: Hub, stored: Path, file: str) -> None:
     assert len(blobs()) == 1
 
 
+def test_a_gguf_file_with_an_extension_in_capitals(hub: Hub, stored: Path, tmp_path: Path) -> None:
+    folder = hub.repositories["team/capitals"] = tmp_path / "capitals"
+    folder.mkdir()
+    shutil.copy(stored / GGUF / "small-F16.gguf", folder / "SMALL.GGUF")
+    assert torch.equal(logits(load("team/capitals")), logits(load(folder / "SMALL.GGUF")))
+    assert not is_repository("team/SMALL.GGUF")
+
+
 def test_a_demo_in_a_repository_keeps_its_tokenizer_and_text(hub: Hub) -> None:
     hub.repositories["team/demo"] = DEMOS / "qwen3"
     texts = [tk.generate(load(name), "The capital", max_new_tokens=4).text for name in ("team/demo", "demo/qwen3")]

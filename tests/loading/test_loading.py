@@ -347,6 +347,15 @@ def test_a_gguf_of_an_unknown_architecture(tmp_path: Path) -> None:
         tk.load(tmp_path / "x.gguf", device="cpu")
 
 
+def test_a_gguf_is_known_by_an_extension_in_capitals(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "MODEL.GGUF", SHAPE, random_tensors(SHAPE))
+    model = tk.load(tmp_path, device="cpu", progress=False)
+    assert model.report.source == str(tmp_path / "MODEL.GGUF")
+    (tmp_path / "other.gguf").write_bytes((tmp_path / "MODEL.GGUF").read_bytes())
+    with pytest.raises(FormatError, match=r"2 models: MODEL\.GGUF, other\.gguf"):
+        tk.load(tmp_path, device="cpu")
+
+
 def test_a_gguf_with_a_tensor_missing(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", SHAPE, random_tensors(SHAPE))
     raw = (tmp_path / "m.gguf").read_bytes()

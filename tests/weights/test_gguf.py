@@ -136,6 +136,13 @@ def test_a_split_model_is_read_as_one_from_any_part(tmp_path: Path, given: int) 
     assert model.raw("t1")["values"].tolist() == [[1] * 8]
 
 
+def test_parts_may_have_an_extension_in_capitals(tmp_path: Path) -> None:
+    split(tmp_path)
+    for part in list(tmp_path.iterdir()):
+        part.rename(part.with_suffix(".GGUF"))
+    assert list(open_gguf(tmp_path / "m-00001-of-00003.GGUF").stored) == ["t0", "t1", "t2"]
+
+
 SPLIT: dict[str, tuple[dict[str, Any], str]] = {
     "the same part twice": ({"numbers": {2: (1, 3)}}, "part 1 of 3 (from 0), its name says 2 of 3"),
     "parts in a circle": ({"numbers": {0: (1, 3), 1: (2, 3), 2: (0, 3)}}, "its name says 0 of 3"),

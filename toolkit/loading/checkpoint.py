@@ -48,7 +48,7 @@ _STORAGE = ("quantization_config", "compression_config")  # describes the file f
 _TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which some checkpoints of tied models store again
 ROPE_FREQS = "rope_freqs.weight"  # a small tensor of GGUF files whose values belong to the config
 _TABLES = re.compile(r".*rotary_emb\.inv_freq")
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # second and later files of a split model
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # second and later files of a split model
 _COMPARED_BYTES = 16 << 20  # at a time
 _LISTED = 5  # names shown in an error message; `error.facts` has all of them
 
@@ -162,7 +162,7 @@ def _gguf_in(folder: Path) -> Path | None:
     """Return the GGUF model in a folder without a config.json, or None. Raises FormatError if there are several."""
     if os.path.exists(folder / "config.json"):  # unlike Path.exists, never raises
         return None
-    files = sorted(file for file in folder.glob("*.gguf") if _is_gguf(file))
+    files = sorted(file for file in folder.glob("*.[gG][gG][uU][fF]") if _is_gguf(file))
     first = [file for file in files if not _LATER_PART.search(file.name)]
     if len(first) > 1:
         found = f"it has {len(first)} models: {_listed([file.name for file in first])}"

@@ -118,7 +118,7 @@ class Repository:
         total = sum(file.nbytes for file in self.files)
         counter(total - sum(file.nbytes for file in missing), total, "")
         with explained(self.asked, self.name, kept=f". {_KEPT}"):
-            for file in sorted(missing, key=lambda file: file.name.endswith((WEIGHTS, ".gguf"))):
+            for file in sorted(missing, key=lambda file: file.name.lower().endswith((WEIGHTS, ".gguf"))):
                 self.whole(file, counter)
         self.remember()
         return self.folder / self.model

@@ -21,14 +21,14 @@ _SMALL = (
     "quantize_config.json", "quant_config.json", "adapter_config.json",
 )  # fmt: skip
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w.-]*[\w])(:(?P<file>.+))?", re.ASCII)
-_PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)")
+_PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.IGNORECASE)
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # of git, or SHA-256 of files in large file storage
 
 
 def is_repository(asked: str) -> bool:
     """Return whether a name has the form "ORG/REPO" or "ORG/REPO:FILE"."""
     name = asked.partition(":")[0]
-    odd = ".." in name or "--" in name or name.endswith((".gguf", WEIGHTS, ".json", *PICKLES))
+    odd = ".." in name or "--" in name or name.lower().endswith((".gguf", WEIGHTS, ".json", *PICKLES))
     return _NAME.fullmatch(asked) is not None and not odd
 
 
@@ -91,7 +91,7 @@ def _entry(sibling: Any) -> File | None:
 
 def _model(asked: str, name: str, names: list[str], file: str | None) -> str:
     """Return the GGUF file to load, or "" for the repository's folder. Raises HubError, which names the GGUF files."""
-    ggufs = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n)
+    ggufs = sorted(n for n in names if n.lower().endswith(".gguf") and "mmproj" not in n)
     first = [n for n in ggufs if not _PART.fullmatch(n) or "-00001-of-" in n]
     if file is None and CONFIG in names and (len(ggufs) == 0 or any(n.endswith(WEIGHTS) for n in names)):
         return ""

@@ -192,11 +192,11 @@ def open_gguf(path: Path) -> GgufFile | GgufParts:
 
 def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
     """Open all parts of the split model that `file` belongs to. Raises FormatError if a name and its metadata disagree."""
-    named = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+    named = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", path.name, re.DOTALL | re.IGNORECASE)
     if not named or int(named[3]) != count:
         found = f"it is one of {count:,} parts of a split model, but its name doesn't say so"
         raise file.mapped.error(found, f"Restore the names of the parts: NAME-00001-of-{count:05d}.gguf and so on")
-    paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}{named[4]}") for i in range(count)]
     missing = [part.name for part in paths if not os.path.exists(part)]
     if missing:
         found = f"its folder lacks {len(missing):,} of {plural(count, 'part')}: {', '.join(missing[:4])}"
