@@ -31,6 +31,11 @@ def comparison(model):
     return tk.compare(model, PROMPT, max_new_tokens=6, eos=())
 
 
+def test_an_unknown_option_is_one_of_compare(model):
+    with pytest.raises(TypeError, match=r"^compare\(\) got an unexpected keyword argument 'max_tokens'"):
+        tk.compare(model, PROMPT, max_tokens=2)
+
+
 def test_a_row_a_strategy(comparison):
     table = comparison.table.set_index("strategy")
     assert list(table.index) == list(comparison.runs) == list(STRATEGIES)

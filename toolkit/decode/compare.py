@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,8 @@ def compare(
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
     on different devices, for different ones with one name, and for an empty list of models or strategies.
     """
+    if unknown := options.keys() - signature(generate).parameters:
+        raise TypeError(f"compare() got an unexpected keyword argument {min(unknown)!r}")
     _, options = checked(options)
     if isinstance(model, Remote):
         return model.compare(prompt, decode, lines=lines, **options)  # type: ignore[no-any-return]
