@@ -181,6 +181,8 @@ def test_another_context_compiles_nothing_and_writes_no_weights(exported, model,
     small = again.load()
     with pytest.raises(ModelError, match="exported for contexts up to 64"):
         small.new_cache(65)
+    with pytest.raises(ModelError, match="a cache for -1 tokens"):
+        small.new_cache(-1)
     with pytest.raises(ModelError, match=r"room|context"):
         tokens(small, list(range(65)))
     assert tokens(small, max_new_tokens=8) == tokens(model, max_new_tokens=8)

@@ -47,6 +47,14 @@ def test_a_ring_shows_each_token_its_window_and_nothing_else(window, context, ch
     assert held == {position % size: position for position in range(max(0, 25 - size), 25)}
 
 
+@pytest.mark.parametrize("tokens", [-1, 0, True, 1.5, float("nan"), "8", None, 1 << 63], ids=repr)
+@pytest.mark.parametrize("engine", ["toolkit", "hf"])
+def test_a_cache_of_another_number_of_tokens_is_refused(tokens, engine):
+    model = tk.load("demo/qwen3", device="cpu", engine=engine, progress=False)
+    with pytest.raises(ModelError, match=r"^a cache for .* tokens: not a whole number of at least 1"):
+        model.new_cache(tokens)
+
+
 def test_a_ring_takes_no_more_than_its_window_or_the_context():
     assert ring_of(8, 30).states[0].keys.shape == (1, 1, 8, 1)
     assert ring_of(8, 5).states[0].keys.shape == (1, 1, 5, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.exporting.pieces import LEAST, tensors_of
-from toolkit.models.cache import Cache, check_one_sequence
+from toolkit.models.cache import Cache, check_one_sequence, check_room
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.layers import Residual, RMSNorm
 from toolkit.models.model import CausalLM
@@ -68,6 +68,7 @@ class Exported:
             check_kv(kv)
             found = f"the package was exported with kv={self.kv!r}"
             raise ModelError(f"a cache with kv={kv!r}", found, f"Export the model again with kv={kv!r}")
+        context = check_room(context)
         if context > self.context:
             found = f"the package was exported for contexts up to {self.context:,}"
             raise ModelError(

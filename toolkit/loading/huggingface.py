@@ -31,7 +31,7 @@ from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.report import Report
-from toolkit.models.cache import Cache
+from toolkit.models.cache import Cache, check_room
 from toolkit.models.costs import Shown
 from toolkit.text import tokenizer as tokenizers
 
@@ -254,7 +254,7 @@ class HfModel(Shown):
         if self.only_loops is not None:
             asked = f"decoding {type(self.inner).__name__} with a strategy of the toolkit"
             raise ModelError(asked, self.only_loops, f'Use decode="{HF_GENERATE}", its own loop')
-        return HfCache(self.inner.config, context, self.device.torch)
+        return HfCache(self.inner.config, check_room(context), self.device.torch)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Run `x` (from `embed`) at `positions` [T] and return the logits [1, 1, vocab] of the last token."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from toolkit import ops
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, brief
+from toolkit.core.numbers import LARGEST, integer
 from toolkit.core.units import bytes_text, plural
 from toolkit.kernels.shared_keys import stored_numbers
 from toolkit.ops import HeadLayout, Operand, Projected
@@ -166,6 +167,14 @@ class Recurrent:
 
 
 State = KeysValues | Recurrent
+
+
+def check_room(context: object) -> int:
+    """Return the number of tokens that a new cache shall hold as an int. Raises ModelError unless it is one."""
+    if (found := integer(context, 1, LARGEST)) is None:
+        asked = f"a cache for {brief(context)} tokens"
+        raise ModelError(asked, "not a whole number of at least 1", "Give the tokens of a prompt and its text together")
+    return found
 
 
 def check_one_sequence(x: Tensor) -> None:

@@ -19,7 +19,7 @@ from toolkit import ops
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError, kind_of
 from toolkit.core.units import dtype_name
-from toolkit.models.cache import Cache, Reach, check_one_sequence
+from toolkit.models.cache import Cache, Reach, check_one_sequence, check_room
 from toolkit.models.costs import Cost, Shown
 from toolkit.models.cuts import parts_of, spread
 from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm
@@ -176,10 +176,11 @@ class CausalLM(Shown, nn.Module):
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
         """Return an empty cache for `context` tokens, allocated on the model's device without a copy.
 
-        `kv` is "int8", "k4v8" or "int4" to quantize the keys and values of the layers that keep every position.
+        `kv` is "int8", "k4v8" or "int4" to quantize the keys and values of the layers that keep every position. Raises
+        ModelError for other numbers of tokens than 1 and more.
         """
         with self.as_loaded():
-            return self.make_cache(context, kv)
+            return self.make_cache(check_room(context), kv)
 
     def make_cache(self, context: int, kv: str | None) -> Cache:
         """Return an empty cache; see `new_cache`."""
