@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         )  # fmt: skip
         found = tk.generate(
             model, options.prompt, strategy, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-            seed=options.seed, context=options.context, kv=None if options.kv == "none" else options.kv,
+            seed=options.seed, context=options.context, kv=options.kv,
             record=options.save is not None, on_token=_print_piece if first else None,
         )  # fmt: skip
         whole = collected(found, shard)
@@ -137,6 +137,11 @@ def _print_piece(token: int, text: str) -> None:
     print(text, end="", flush=True)
 
 
+def _kv(text: str) -> str | None:
+    """Return the format of keys and values; None, which is plain, for "none"."""
+    return None if text == "none" else text
+
+
 def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="generate text; with torchrun, on several ranks that divide the model")
     parser.add_argument("model", help='"demo/qwen3", a folder, a .gguf file, a repository of the Hub')
@@ -151,7 +156,9 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("--dtype", help='the dtype of computation, such as "bfloat16" (default: that of the model)')
     parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
     parser.add_argument("--context", type=int, help="positions in the cache (default: as many as needed)")
-    parser.add_argument("--kv", help='the format of keys and values in the cache: "int8", "k4v8", "int4" (default: "none")')
+    parser.add_argument(
+        "--kv", type=_kv, help='the format of keys and values in the cache: "int8", "k4v8", "int4" (default: "none")'
+    )
     parser.add_argument("--save", type=Path, help="the file for the run and its trace, which has the events of all ranks")
 
 
@@ -162,7 +169,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--context", type=int, help="positions in the cache (default: 4,096, or the model's maximum)")
     parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
     parser.add_argument("--dtype", help='the dtype of computation, such as "bfloat16" (default: that of the model)')
-    parser.add_argument("--kv", default="auto", help='"none", "int8", "k4v8", "int4" (default: "auto", the first that fits)')
+    parser.add_argument(
+        "--kv", type=_kv, default="auto", help='"none", "int8", "k4v8", "int4" (default: "auto", the first that fits)'
+    )
     parser.add_argument("--budget", help='GPU memory for the export, such as "4 GiB" (default: all)')
     parser.add_argument("--run-budget", help='GPU memory for running, such as "12 GiB" (default: all)')
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that divide the model (default: 1)")

@@ -86,8 +86,8 @@ def plan(
         device: a name that `tk.device` accepts, or a GPU of `tk.GPUS`. The GPU need not exist, and a virtual GPU is not opened.
         budget: GPU memory for the export, in bytes or as text ("4 GiB").
         context: tokens in the KV cache (default: 4,096, the model's maximum if that is less, or that of a package).
-        kv: format of keys and values. "none" (or None) is plain, "auto" the first of plain, "int8", "k4v8" and "int4" that
-            fits. A package has its own format.
+        kv: format of keys and values. None is plain, as for `tk.generate`, and "auto" the first of plain, "int8", "k4v8" and
+            "int4" that fits. A package has its own format.
         run_budget: GPU memory for running (default: all memory of the GPU).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
@@ -99,9 +99,9 @@ def plan(
     the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, contexts that the model does not support, and
     numbers of ranks that can't divide the model.
     """
-    if kv not in (None, "none", "auto", *KV_SCHEMES):
-        raise unknown_name("KV scheme", kv, ["none", "auto", *KV_SCHEMES])
-    kv, spec = None if kv == "none" else kv, _figures(device)
+    if kv not in (None, "auto", *KV_SCHEMES):
+        raise unknown_name("KV scheme", kv, ["None (plain)", "auto", *KV_SCHEMES])
+    spec = _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
     if isinstance(model, str | os.PathLike):
         shapes, own = describe_parts(model, scheme, dtype, tensor_parallel), _name(model, scheme)
