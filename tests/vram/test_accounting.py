@@ -326,6 +326,12 @@ def test_what_is_no_function_is_refused_at_once(decorate, kind):
             decorate(value)
 
 
+@pytest.mark.parametrize("decorate", [tk.memory, tk.memory("cpu")], ids=["plain", "with a device"])
+def test_a_class_is_refused(decorate):
+    with pytest.raises(ToolkitError, match=r"of the class Linear: it is no function\. Decorate its methods$"):
+        decorate(torch.nn.Linear)
+
+
 def test_methods_are_measured_below_other_decorators(gpu, capsys):
     class Model:
         @classmethod

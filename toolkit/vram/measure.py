@@ -365,6 +365,8 @@ class _Both(Scope):
 
 
 def _decorated(function: F, device: Device | str | torch.device | None = None, lines: bool = True) -> F:
+    if isinstance(function, type):
+        raise ToolkitError(f"measuring memory of the class {function.__name__}", "it is no function", "Decorate its methods")
     if isinstance(function, staticmethod) or not callable(function):
         found, do = "it is neither a function nor a device", 'Give a function, or a device such as "cuda:1"'
         if hasattr(function, "__get__"):  # property, classmethod and the like
@@ -379,9 +381,8 @@ def _decorated(function: F, device: Device | str | torch.device | None = None, l
         """Measures one call. Its block is in `wrapper`, whose caller holds the variables."""
 
         def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-            wrapper.memory = self.end(variables_of(sys._getframe(2)), error)  # type: ignore[attr-defined]
-            name = getattr(function, "__qualname__", type(function).__name__)
-            print(f"{name}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
+            use = wrapper.memory = self.end(variables_of(sys._getframe(2)), error)  # type: ignore[attr-defined]
+            print(f"{getattr(function, '__qualname__', type(function).__name__)}: {use.line()}")
 
     if inspect.iscoroutinefunction(function):
 
