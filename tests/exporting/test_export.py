@@ -173,6 +173,14 @@ def test_the_weights_are_there_once_and_mapped(exported, model, loaded):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.inner.parameters(), strict=True))
 
 
+def test_a_relative_path_is_loaded_from_another_folder(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = tk.export(model, "made", context=CONTEXT, progress=False)
+    monkeypatch.chdir("/")
+    assert made.path == tmp_path / "made"
+    assert tokens(made.load()) == tokens(model)
+
+
 def test_another_context_compiles_nothing_and_writes_no_weights(exported, model, package):
     before = {path.name: path.stat().st_ino for path in package.glob("weights-*")}
     again = tk.export(model, package, context=64, progress=False)

@@ -52,7 +52,7 @@ CONTEXT = 4096  # default, in tokens; fewer if the model has fewer positions
 
 @dataclass(frozen=True)
 class Package:
-    """The result of `export`: the package's folder and its manifest. `load()` returns the model.
+    """The result of `export`: the absolute path of the package's folder, and its manifest. `load()` returns the model.
 
     With several `ranks`, the folder has a package for each of them, and the manifest is that of rank 0.
     """
@@ -129,7 +129,7 @@ def export(
             can't divide it.
         CancelledError: `cancel` was set.
     """
-    folder = check_path(path, f"an export into {shown(path)}", PackageError)
+    folder = Path(os.path.abspath(check_path(path, f"an export into {shown(path)}", PackageError)))
     ranks = _ranks(model, tensor_parallel)
     other = None if share is None else check_path(share, f"sharing the weights of {shown(share)}", PackageError)
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
