@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.core.distributed import Shard, join
-from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
+from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError, brief
 from toolkit.core.files import check_path, shown
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.pieces import LEAST, MOST, least_context
@@ -35,7 +35,8 @@ def load_exported(
 
     Every file is checked against its hash in the manifest: code before it is loaded, weights while they are loaded. Hashes show
     that a package is complete and unchanged, not who made it, and it contains native code that runs with all your rights.
-    Therefore a package that this user didn't make on this machine requires `trust=True`.
+    Therefore a package that this user didn't make on this machine requires `trust=True` (other values than True and False are
+    refused).
 
     With `tensor_parallel`, `path` has a package per rank, and all processes of torch.distributed's default group load theirs
     (see `tk.load`).
@@ -43,6 +44,8 @@ def load_exported(
     Raises PackageError if the package is incomplete, was changed, has a newer format, or was made by another version of PyTorch
     or for another processor or GPU; `found` and `do` say which. Raises RankError if the ranks differ or are missing.
     """
+    if not isinstance(trust, bool):
+        raise PackageError(f"package {shown(path)}", f"trust={brief(trust)} is neither True nor False", "Give one of them")
     shard = join(tensor_parallel)
     folder = _folder_of(check_path(path, f"package {shown(path)}", PackageError), shard)
     manifest, own = package.read_manifest(folder)
