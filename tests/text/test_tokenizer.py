@@ -384,6 +384,47 @@ def test_tokens_that_only_the_config_adds(tmp_path: Path, flags: dict[str, bool]
         tokenizers.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["added, not special", "in the vocabulary"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "<|im_end|>"},
+        {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": True, "rstrip": True}},
+        {"bos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]},
+        {"extra_special_tokens": {"turn_token": "<|im_end|>"}},
+        {"split_special_tokens": True, "eos_token": "<|im_end|>"},
+    ],
+    ids=str,
+)
+def test_special_tokens_that_only_the_config_names(tmp_path: Path, config: dict[str, Any], place: str) -> None:
+    from transformers import AutoTokenizer
+
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    end = next(token for token in content["added_tokens"] if token["content"] == "<|im_end|>")
+    end["special"] = False
+    if place == "in the vocabulary":
+        content["added_tokens"].remove(end)
+        content["model"]["vocab"]["<|im_end|>"] = end["id"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config))
+    ours, theirs = tokenizers.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    for tokenizer in (ours, tokenizers.from_bytes(ours.to_bytes(), "a package")):
+        for text in ("Hi <|im_end|> x", "<|im_start|>user<|im_end|>"):
+            assert tokenizer.encode(text) == theirs(text)["input_ids"]
+        assert tokenizer.decode([39, end["id"]]) == theirs.decode([39, end["id"]], skip_special_tokens=True)
+
+
+def test_special_tokens_without_an_id_are_left_out(tmp_path: Path) -> None:
+    """The model may have no embedding for them."""
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    odd = {"pad_token": "[PAD]", "extra_special_tokens": ["<new>", None, {}, 5], "eos_token": {"content": None}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(odd))
+    ours = tokenizers.from_folder(tmp_path)
+    assert ours is not None
+    assert ours.vocab_size == 768
+
+
 BAD_TEMPLATES = {
     "syntax": ("{% for %}", "TemplateSyntaxError"),
     "escape by attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),

@@ -114,7 +114,8 @@ class Tokenizer:
         """Return this tokenizer as JSON, for `from_bytes`."""
         plain = {"tokenizer": json.loads(self._inner.to_str()), "eos_ids": self.eos_ids}
         templates = {"chat_template": self.chat_template, "tool_template": self.tool_template}
-        return json.dumps({**plain, **templates, "specials": self.specials}).encode()
+        more = {"specials": self.specials, "split_special_tokens": self._inner.encode_special_tokens}
+        return json.dumps({**plain, **templates, **more}).encode()
 
 
 def from_bytes(data: bytes, source: str) -> Tokenizer:
@@ -124,6 +125,7 @@ def from_bytes(data: bytes, source: str) -> Tokenizer:
     def make() -> Tokenizer:
         plain = json.loads(data)
         inner = Inner.from_str(json.dumps(plain["tokenizer"]))
+        inner.encode_special_tokens = plain.get("split_special_tokens", False)
         return Tokenizer(inner, plain["eos_ids"], plain["chat_template"], plain["specials"], plain.get("tool_template"))
 
     return _guarded(make, f"tokenizer of {source}")
@@ -148,6 +150,8 @@ def from_folder(folder: Path) -> Tokenizer | None:
     inner = _guarded(lambda: Inner.from_file(str(path)), asked)
     config = _optional(folder / "tokenizer_config.json")
     _guarded(lambda: _add_stated(inner, config, asked), asked)
+    _guarded(lambda: _mark_specials(inner, config), asked)
+    inner.encode_special_tokens = config.get("split_special_tokens") is True
     specials, (template, for_tools) = _specials(config), _templates(folder, config)
     return _guarded(lambda: Tokenizer(inner, _eos_ids(folder, inner, config), template, specials, for_tools), asked)
 
@@ -227,20 +231,49 @@ def _guarded(make: Callable[[], T], asked: str, found: str = "it can't be built"
 
 
 def _add_stated(inner: tokenizers.Tokenizer, config: Mapping[str, Any], asked: str) -> None:
-    """Add the tokens that tokenizer_config.json states by id and tokenizer.json lacks, as transformers does."""
+    """Add the tokens that tokenizer_config.json states by id and tokenizer.json lacks, with its flags, as transformers does."""
+    stated = sorted((int(number), token) for number, token in (config.get("added_tokens_decoder") or {}).items())
+    new = [(number, token["content"]) for number, token in stated if inner.token_to_id(token["content"]) is None]
+    inner.add_tokens([_added(token) for _, token in stated])
+    for number, text in new:
+        if inner.token_to_id(text) != number:
+            warn(
+                f"{asked}: tokenizer_config.json gives the token {text!r:.60} the id {number:,}, which is not the next "
+                f"free one. It has the id {inner.token_to_id(text):,}, as in transformers."
+            )
+
+
+def _mark_specials(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Make the tokens special that tokenizer_config.json names ("eos_token") or lists, as transformers does.
+
+    A list does not change tokens that tokenizer.json adds. Texts without an id are left out; transformers appends them to the
+    vocabulary, where the model may have no embedding for them.
+    """
+    known = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    named, more = [config.get(f"{name}_token") for name in SPECIALS], config.get("extra_special_tokens")
+    more = config.get("additional_special_tokens") if more is None else more
+    named += more.values() if isinstance(more, dict) else ()
+    special = [known.get(token.content, token) for token in _all_added(named)]
+    special += [token for token in _all_added(more) if token.content not in known]
+    for token in special:
+        token.special = True
+    inner.add_special_tokens([token for token in special if inner.token_to_id(token.content) is not None])
+
+
+def _all_added(tokens: object) -> list[tokenizers.AddedToken]:
+    """Return those of a list that are tokens: texts, or texts with flags."""
+    found = tokens if isinstance(tokens, list) else []
+    return [_added(t) for t in found if isinstance(t.get("content") if isinstance(t, dict) else t, str)]
+
+
+def _added(token: str | Mapping[str, Any]) -> tokenizers.AddedToken:
+    """Return a token of tokenizer_config.json: a text, or a text with flags."""
     from tokenizers import AddedToken
 
-    stated = config.get("added_tokens_decoder") or {}
-    for number, token in sorted((int(number), token) for number, token in stated.items()):
-        text = token["content"]
-        if inner.token_to_id(text) is None:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            inner.add_tokens([AddedToken(text, **{flag: token[flag] for flag in flags if flag in token})])
-            if inner.token_to_id(text) != number:
-                warn(
-                    f"{asked}: tokenizer_config.json gives the token {text!r:.60} the id {number:,}, which is not the next "
-                    f"free one. It has the id {inner.token_to_id(text):,}, as in transformers."
-                )
+    if isinstance(token, str):
+        return AddedToken(token, normalized=False)
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(token["content"], **{flag: token[flag] for flag in flags if flag in token})
 
 
 def _optional(path: Path) -> dict[str, Any]:
