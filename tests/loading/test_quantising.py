@@ -270,6 +270,14 @@ def test_sizes_only_says_nothing_about_values() -> None:
         assert "no values, so the errors are unknown" in text
 
 
+def test_a_quantized_model_has_activations_of_its_own() -> None:
+    """Their size may have been computed for the other model, which needs more because its functions are not fused."""
+    model = tk.load("demo/qwen3", device="cpu", progress=False)
+    before = tk.quantize(model, "int4", progress=False).token_bytes
+    assert before < model.token_bytes
+    assert tk.quantize(model, "int4", progress=False).token_bytes == before
+
+
 def test_a_model_loaded_as_sizes_only_needs_no_memory_here() -> None:
     """The quantized matrices hold no values either, even if `quantize` runs outside of the `sizes_only` block."""
     gpu = tk.device("virtual:h200")

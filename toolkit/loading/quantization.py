@@ -186,7 +186,9 @@ def _twin(model: nn.Module) -> Any:
         for name, value in vars(module).items():
             if isinstance(value, Tensor) or (module is model and not name.startswith("_")):
                 shared[id(value)] = value
-    return copy.deepcopy(model, shared)
+    found = copy.deepcopy(model, shared)
+    found.__dict__.pop("token_bytes", None)  # it depends on which matrices are packed
+    return found
 
 
 def _empty(new: nn.Module, old: nn.Module) -> None:
