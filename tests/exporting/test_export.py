@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -92,6 +93,18 @@ def test_pieces_of_gemma4_compute_what_the_model_computes():
     assert short.run[2] == window.run[2]
     assert tokens(made) == tokens(ours)
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS)
+
+
+def test_a_package_is_copied_and_not_pickled():
+    ours = tk.load("demo/qwen3", device="cpu", progress=False)
+    made = traced_package(ours, CONTEXT)
+    assert tk.costs(made).name == tk.costs(ours).name
+    twin = copy.deepcopy(made)
+    assert twin.inner is not made.inner
+    assert copy.copy(made).inner is made.inner
+    assert tokens(twin) == tokens(copy.copy(made)) == tokens(ours)
+    with pytest.raises(ModelError, match=r'^pickling Exported.*Load it there: tk\.load_exported\("traced"\)'):
+        pickle.dumps(made)
 
 
 def test_pieces_of_a_model_with_experts_in_int8():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Exported:
 
     def __init__(self, model: CausalLM, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
         """Combine `model`, which holds the package's weights, and `runs`, its compiled code by file name."""
-        self.inner, self.package = model, package
+        self.inner, self.package, self._made = model, package, (manifest, runs)
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self.embed, self.tokenizer = model.embed, model.tokenizer
         self.context, self.chunk, self.kv, self._least = (manifest[name] for name in ("context", "chunk", "kv", "least"))
@@ -57,6 +58,17 @@ class Exported:
         if name == "inner":
             raise AttributeError(name)  # not set yet while the object is created or copied
         return getattr(self.inner, name)
+
+    def __copy__(self) -> Exported:
+        return Exported(self.inner, self.package, *self._made)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exported:
+        """Copy the weights. Both models run the same compiled code."""
+        return Exported(copy.deepcopy(self.inner, memo), self.package, *self._made)
+
+    def __reduce__(self) -> NoReturn:
+        found = "its compiled code is loaded into this process"
+        raise ModelError(f"pickling {self!r}", found, f'Load it there: tk.load_exported("{self.package}")')
 
     def __call__(self, ids: Tensor) -> Tensor:
         found: Tensor = self.inner(ids)

@@ -269,7 +269,7 @@ def costs_of(model: Model | nn.Module, context: int | None = None, name: str | N
     weighed = {n: _merged(own(n)) for n in lengths} if exact else {context: _guessed(module)}
     source = Path(getattr(getattr(model, "report", None), "source", "")).parts[-2:]  # "demo/qwen3", "folder/file.gguf"
     return Costs(
-        name=name or "/".join(source) or (type(model).__module__.rpartition(".")[2] if exact else type(module).__name__),
+        name=name or "/".join(source) or (type(module).__module__.rpartition(".")[2] if exact else type(module).__name__),
         place=_place(model, module), context=context, dtype=_dtype(module), parts=weighed[context], holdings=_holdings(module),
         states=tuple(_state(length, parts) for length, parts in weighed.items()), exact=exact,
     )  # fmt: skip
