@@ -92,6 +92,8 @@ def test_prefixes_that_cannot_be(model):
         generate(other, "roundtrip", prefix=Prefix(model, IDS[:20], 64))
     with pytest.raises(ModelError, match="it has no tokens"):
         Prefix(model, [], 64)
+    with pytest.raises(ModelError, match="a model: a type"):
+        Prefix(type(model), IDS, 64)
     with pytest.raises(ModelError, match="a model: a str"):
         Prefix("demo/qwen3", IDS, 64)
     freed = Prefix(model, IDS[:20], 64)

@@ -76,7 +76,7 @@ class InputEmbedding(Protocol):
 
 def check_model(model: object) -> None:
     """Raise ModelError unless `model` has the methods of a `Model`."""
-    if not callable(getattr(model, "new_cache", None)):
+    if isinstance(model, type) or not callable(getattr(model, "new_cache", None)):
         raise ModelError("a model", kind_of(model), "Give one that tk.load or tk.load_exported returned")
 
 
