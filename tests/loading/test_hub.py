@@ -281,13 +281,14 @@ def test_an_index_without_a_map_is_an_error(hub: Hub, tmp_path: Path) -> None:
 def test_errors_say_what_is_missing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such repository" in str(refusal("team/absent"))
     assert "no revision 'v2'" in str(refusal(revision="v2"))
-    for revision in ("../../x", "/x", "..\\x", "C:x", "a\nb"):
+    for revision in ("../../x", "/x", "..\\x", "C:x", "a\nb", 5):
         assert "no revision can have" in str(refusal(revision=revision))
     assert "Leave out revision=" in str(refusal("demo/qwen3", revision="v2"))
     for name in ("team/small.git", "team/" + "a" * 97, "team-/small"):
         assert "no repository can have this name" in str(refusal(name))
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     assert "no access token is saved here" in str(refusal(token=True))
+    assert "the access token is an int" in str(refusal(token=5))
     several = refusal(GGUF)
     assert several.facts["files"] == ["parts/small.gguf", "small-F16.gguf", "small-Q8_0.gguf"]
     assert all(name in str(several) for name in several.facts["files"])

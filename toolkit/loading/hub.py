@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit.core.errors import HubError
+from toolkit.core.errors import HubError, brief, kind_of
 from toolkit.loading.download import CONFIG, NOT_JSON, WEIGHTS, File, Repository, explained, transport_error
 from toolkit.text.tokenizer import NOT_READ, TEMPLATE, TOOL_TEMPLATE
 from toolkit.weights.safetensors_files import INDEX, PICKLES, read_json
@@ -44,13 +44,15 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
     match = _NAME.fullmatch(asked)
     assert match is not None
     name, file, branch = match["repository"], match["file"], revision or constants.DEFAULT_REVISION
+    if not isinstance(token, str | bool | None):
+        raise HubError(f"model {asked!r}", f"the access token is {kind_of(token)}", "Pass a str, or leave out token=")
     if isinstance(token, str):
         token = token.strip()
         if not token or not token.isascii() or not token.isprintable():  # the message must not repeat it
             why = "the access token is empty or has characters that no token has"
             raise HubError(f"model {asked!r}", why, "Pass the token as the Hub shows it, or leave out token=")
-    if not _stays_inside(branch):  # it becomes a path in the cache
-        raise HubError(f"model {asked!r}", f"no revision can have the name {branch!r}", "Pass a branch, a tag or a commit")
+    if not isinstance(branch, str) or not _stays_inside(branch):  # it becomes a path in the cache
+        raise HubError(f"model {asked!r}", f"no revision can have the name {brief(branch)}", "Pass a branch, a tag or a commit")
     with explained(asked, name, branch):
         try:
             api = HfApi(endpoint=constants.ENDPOINT, token=token)
