@@ -159,7 +159,7 @@ def test_fallback_goes_on_without_graphs_and_says_so(model, name, monkeypatch):
     assert "without graphs" in repr(run)
     cpu = generate(make(tk.device("cpu")), name, fallback=True)
     assert cpu.tokens == expected
-    assert "cpu has no graphs" in cpu.fallback
+    assert cpu.fallback == f"decoding with {name!r}: cpu has no graphs", "without advice that was followed"
 
 
 @pytest.mark.parametrize("name", CAPTURED)

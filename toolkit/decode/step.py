@@ -41,7 +41,7 @@ class Fallback:
         """Go on without graphs because of `error`; raises it if that isn't allowed."""
         if not self.allowed:
             raise error
-        self.reason = str(error)
+        self.reason = f"{error.asked}: {error.found}"  # what to do instead has been done
 
 
 def altered(model: Model) -> bool:
