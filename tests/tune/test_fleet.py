@@ -123,7 +123,7 @@ def test_a_cancelled_call_leaves_the_cluster_open(three: Cluster) -> None:
     with pytest.raises(CancelledError):
         tuned(three, RIGHT, stop)  # type: ignore[arg-type]
     assert three.run(os.getpid) == three.pids
-    assert [row.verdict for row in tuned(three, RIGHT).rows] == ["ok"] * 3
+    assert [(row.verdict, row.reason) for row in tuned(three, RIGHT).rows] == [("ok", "")] * 3
 
 
 def test_configs_of_processes_that_end_are_timed_by_another(three: Cluster, folder: Path) -> None:
