@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from conftest import command, expect, ready, reopen, saved
-from memory_events import HOSTILE, many_events, use_of
+from memory_events import GIB, HOSTILE, many_events, recording, small, use_of
 from memory_events import __file__ as EVENTS
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import CORNER, shot
 
 from toolkit.ui.memory.page import write_memory_page
-from toolkit.ui.memory.picture import view_of
+from toolkit.ui.memory.picture import image, svg, view_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
@@ -46,6 +48,38 @@ uses = [leak, failed, nothing, many] * 4
 rows = [SimpleNamespace(number=n, title="with memory() as m: ...", device=use.device, status="error" if use is failed else "ok",
         baseline_bytes=use.baseline_bytes, peak_bytes=use.peak_bytes, end_bytes=use.end_bytes)
         for n, use in enumerate(uses, 1)]"""
+
+
+NEAR_LIMIT = [("alloc", i, 50 << 20) for i in range(9)] + [("free", i, 50 << 20) for i in range(9)]
+FAILED = (("segment_alloc", 0, 8 * GIB), ("alloc", 1, 5 * GIB), ("oom", -1, 400 * GIB), ("free", 1, 5 * GIB))
+LITTLE = (("alloc", 1, 100 * GIB), ("alloc", 2, GIB), ("free", 2, GIB), ("alloc", 3, GIB))
+STILLS = {  # name: (measurement, budget, axis)
+    "short": (small(clock="modelled"), 5 * GIB + GIB // 8, None),
+    "near its limit": (use_of(recording(*NEAR_LIMIT, total_bytes=460 << 20, limit_bytes=460 << 20)), None, None),
+    "over its budget": (use_of(recording(*NEAR_LIMIT)), 440 << 20, "events"),
+    "out of memory": (use_of(recording(*FAILED)), 6 * GIB, None),
+    "above 0": (use_of(recording(*LITTLE, opening=1)), 101 * GIB + GIB // 4, None),
+    "long": (use_of(many_events(100_000)), 40 << 20, "events"),
+    "long, over time": (use_of(many_events(100_000, 1)), 40 << 20, "time"),
+}
+# [text, left, top, right, bottom] of every visible text. Texts in a <use> can't be measured, so copies replace it.
+TEXTS = """() => { const plot = document.querySelector("#plot");
+  for (const use of document.querySelectorAll("use")) use.replaceWith(plot.cloneNode(true));
+  plot?.parentElement.remove();
+  return [...document.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()])
+    .filter(([, box]) => box.width).map(([text, box]) => [text, box.left, box.top, box.right, box.bottom]) }"""
+
+# The share of pixels in which two screenshots differ clearly; 1 if they differ in size.
+DIFFERENT = """async (shots) => {
+  const [a, b] = await Promise.all(shots.map(async (shot) => {
+    const image = new Image(), pen = new OffscreenCanvas(1, 1).getContext("2d");
+    image.src = `data:image/png;base64,${shot}`;
+    await image.decode();
+    [pen.canvas.width, pen.canvas.height] = [image.width, image.height];
+    pen.drawImage(image, 0, 0);
+    return pen.getImageData(0, 0, image.width, image.height) }));
+  if (a.width !== b.width || a.height !== b.height) return 1;
+  return a.data.filter((value, i) => Math.abs(value - b.data[i]) > 96).length / a.data.length }"""
 
 
 def look(page, name: str) -> None:
@@ -161,6 +195,32 @@ def test_still_pictures_are_legible(notebook) -> None:
     assert page.locator(f"{VIEW}.tk-line[open]").count() == 1
     page.locator(f"{VIEW}.tk-line summary").first.click()
     assert page.locator(f"{VIEW}.tk-line[open]").count() == 2
+
+
+@pytest.mark.parametrize("width", [360, 410, 600, 960])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_still_picture_is_readable_at_any_width(browser, width: int, scheme: str) -> None:
+    wide = browser.new_page(viewport={"width": 1200, "height": 500}, color_scheme=scheme)
+    alone = browser.new_page(viewport={"width": width, "height": 500}, color_scheme=scheme)
+    for name, (use, budget_bytes, axis) in STILLS.items():
+        picture = svg(view_of(use), budget_bytes, axis)
+        place = f"<div style='width:{width}px;color-scheme:{scheme}'>"
+        wide.set_content(f"<body style='margin:0'>{place}{image(picture, name)}</div>")
+        alone.set_content(f"<body style='margin:0'>{picture}")
+        shots = wide.locator("img").screenshot(), alone.locator("svg").first.screenshot()
+        different = alone.evaluate(DIFFERENT, [b64encode(shot).decode() for shot in shots])
+        assert different < 0.01, name  # the image looks the same, so its texts are as large as those below
+        texts = alone.evaluate(TEXTS)
+        assert [text for text, *_ in texts if text.startswith("peak")], name
+        assert min(bottom - top for _, _, top, _, bottom in texts) >= 11, name
+        assert [text for text, left, _, right, _ in texts if left < 0 or right > width] == [], name
+        over = [
+            (a[0], b[0]) for a, b in combinations(texts, 2)
+            if a[1] < b[3] and b[1] < a[3] and a[2] + 2 < b[4] and b[2] + 2 < a[4]  # the tops of boxes are empty
+        ]  # fmt: skip
+        assert over == [], name
+    wide.close()
+    alone.close()
 
 
 def test_the_table_of_what_is_held_fits_into_a_narrow_window(notebook) -> None:

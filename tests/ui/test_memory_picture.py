@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from memory_events import GIB, HOSTILE, many_events, recording, small, use_of
 from test_colors import contrast
@@ -53,6 +52,10 @@ def pictures(text: str) -> list[str]:
     return [base64.b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", text)]
 
 
+def texts(picture: str) -> list[str]:
+    return ["".join(text.itertext()) for text in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
 def rows_of(*sizes: tuple[int, int, int], status: str = "ok", title: str = "x = f()") -> list[SimpleNamespace]:
     return [
         SimpleNamespace(number=n, title=title, status=status, device="gpu", baseline_bytes=a, peak_bytes=b, end_bytes=c)
@@ -78,8 +81,8 @@ def test_the_picture_says_peak_limit_and_clock() -> None:
 
 
 def test_the_budget_of_the_device_and_the_cards_memory_are_lines() -> None:
-    assert "memory of the GPU 6.00 GiB" in svg(view_of(small(total_bytes=6 * GIB, limit_bytes=6 * GIB))).replace("&#x27;", "'")
-    assert "budget 6.00 GiB" in svg(view_of(small(total_bytes=9 * GIB, limit_bytes=6 * GIB)))
+    assert "memory of the GPU 6.00 GiB" in texts(svg(view_of(small(total_bytes=6 * GIB, limit_bytes=6 * GIB))))
+    assert "budget 6.00 GiB" in texts(svg(view_of(small(total_bytes=9 * GIB, limit_bytes=6 * GIB))))
 
 
 def test_a_picture_of_little_change_says_where_its_axis_begins() -> None:
@@ -217,12 +220,11 @@ def test_colors_read_on_both_grounds_and_differ() -> None:
 def test_reserved_memory_is_a_dashed_line_with_its_most() -> None:
     rows = (("segment_alloc", 0, 8 * GIB), ("alloc", 1, 5 * GIB), ("free", 1, 5 * GIB))
     drawn = svg(view_of(use_of(recording(*rows))))
-    assert "reserved by the allocator, peak 8.00 GiB" in drawn
+    assert "reserved by the allocator, peak 8.00 GiB" in texts(drawn)
     assert "stroke-dasharray" in drawn
-    assert np.isclose(float(re.search(r'viewBox="0 0 (\d+)', drawn)[1]), 960)
 
 
 def test_out_of_memory_is_marked() -> None:
     rows = (("alloc", 1, GIB), ("oom", -1, 2 * GIB), ("free", 1, GIB))
-    assert "out of memory: 2.00 GiB more requested" in svg(view_of(use_of(recording(*rows))))
+    assert "× out of memory: 2.00 GiB more requested" in texts(svg(view_of(use_of(recording(*rows)))))
     assert "out of memory: 2.00 GiB more requested" in Reader(html(use_of(recording(*rows)))).text
