@@ -39,8 +39,11 @@ def test_names_of_kernels(name, operation, algorithm):
 
 @pytest.mark.parametrize(
     "name",
-    ["gemm", "void at::native::reduce_kernel<512, 1, all_reduce_policy>(at::native::ReduceOp)", "triton_red_fused_sum_0", ""],
-)
+    [
+        "gemm", "void at::native::reduce_kernel<512, 1, all_reduce_policy>(at::native::ReduceOp)", "triton_red_fused_sum_0", "",
+        "triton_poi_fused_all_reduce_0", "triton_red_fused_add_all_gather_into_tensor_relu_3",
+    ],
+)  # fmt: skip
 def test_other_kernels_are_not_collectives(name):
     assert of_kernel(name) is None
 

@@ -17,6 +17,7 @@ _NCCL_ALGORITHM = re.compile(r"_(RING|TREE|COLLNET_DIRECT|COLLNET_CHAIN|NVLS_TRE
 _NCCL_PROTOCOL = re.compile(r"_(LL128|LL|SIMPLE)(?=_|\(|$)")
 # kernels of symmetric memory (PyTorch), and the all-reduces of vLLM, SGLang, FlashInfer and TensorRT-LLM
 _OTHER = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce", re.IGNORECASE)
+_INDUCTOR = re.compile(r"triton_[a-z]+_fused_")  # named after operations around it, also after collectives; it is none itself
 _OTHER_ALGORITHM = re.compile(r"multimem_one_shot|multimem|one_?shot|two_?shot|1stage|2stage", re.IGNORECASE)
 _SAME = {"1stage": "one-shot", "2stage": "two-shot", "multimemoneshot": "multimem one-shot"}
 _OPERATIONS = {
@@ -60,7 +61,7 @@ def of_kernel(name: str) -> Communication | None:
         return Communication(operation_of(operation[1]) if operation else None, ", ".join(parts) or None)
     own = re.split(r"[<(]", name.replace("(anonymous namespace)", ""), maxsplit=1)[0].rpartition("::")[2]
     found = _OTHER.search(own)
-    if found is None:
+    if found is None or _INDUCTOR.match(own):
         return None
     way = _OTHER_ALGORITHM.search(own)
     word = way[0].lower().replace("_", "") if way else ""
