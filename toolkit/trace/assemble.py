@@ -18,8 +18,16 @@ from toolkit.trace.events import NO_COMMUNICATION, Trace, communication_columns
 from toolkit.trace.nccl import Communication
 from toolkit.trace.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
 
-LONGEST_NS = 1 << 61
+LONGEST_NS = 1 << 61  # sums and differences of such times fit into 64 bits
 KIND = {kind: i for i, kind in enumerate(KINDS)}
+
+
+def ns_of(us: float) -> int:
+    """Return a time in µs as whole ns. Raises OverflowError if it is more than 73 years, TypeError if it is not a number."""
+    ns = round(us * 1000)
+    if not -LONGEST_NS <= ns <= LONGEST_NS:
+        raise OverflowError("a time is more than 73 years")
+    return ns
 
 
 def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Trace:

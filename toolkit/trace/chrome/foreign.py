@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.trace.assemble import KIND, Rows, Strings, assemble
+from toolkit.trace.assemble import KIND, Rows, Strings, assemble, ns_of
 from toolkit.trace.cupti import parse_memcpy, pinned_of
 from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range
@@ -44,7 +44,7 @@ class Foreign:
             track = self.tracks.setdefault(key, len(self.tracks))
             name = str(event.get("name", ""))
             kind, n_bytes, pinned = _classify(name, event.get("args") or {})
-            start, dur = round(event["ts"] * 1000), round(event.get("dur", 0) * 1000)
+            start, dur = ns_of(event["ts"]), ns_of(event.get("dur", 0))
             self.rows.add(KIND[kind], start, dur, n_bytes, -1, 0, pinned, self.strings.code(name), track)
 
     def trace(self, meta: dict[str, Any]) -> Trace:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError, brief
 from toolkit.core.units import plural
-from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
+from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns, ns_of
 from toolkit.trace.chrome.comms import Comms, distributed_job
 from toolkit.trace.chrome.foreign import Foreign
 from toolkit.trace.chrome.scan import EventScanner
@@ -76,10 +76,6 @@ def _about(head: dict[str, Any]) -> dict[str, Any]:
     return {"device": name if isinstance(name, str) else "unknown device", "format": "chrome", **distributed_job(head)}
 
 
-def _ns(us: float) -> int:
-    return round(us * 1000)
-
-
 class _Kineto:
     """Collects the events of PyTorch's profiler."""
 
@@ -125,11 +121,11 @@ class _Kineto:
             self.meta["unreadable_events"] = self.meta.get("unreadable_events", 0) + 1
 
     def _device(self, event: dict[str, Any], kind: str, n_bytes: int, pinned: int, communication: int = 0) -> None:
-        args, start = event.get("args") or {}, _ns(event["ts"])
+        args, start = event.get("args") or {}, ns_of(event["ts"])
         stream = args["stream"] if "stream" in args else event["tid"]
         device = args["device"] if "device" in args else event["pid"]
         self.rows.add(
-            KIND[kind], start, _ns(event.get("dur", 0)), n_bytes, int(stream), int(device), pinned,
+            KIND[kind], start, ns_of(event.get("dur", 0)), n_bytes, int(stream), int(device), pinned,
             self.strings.code(event["name"]), -1, args.get("correlation", -1), communication,
         )  # fmt: skip
 
@@ -154,12 +150,12 @@ class _Kineto:
         return self.threads.setdefault(key, len(self.threads))
 
     def _call(self, event: dict[str, Any]) -> None:
-        start, thread, name = _ns(event["ts"]), self._thread(event), event["name"]
+        start, thread, name = ns_of(event["ts"]), self._thread(event), event["name"]
         correlation = (event.get("args") or {}).get("correlation", -1)
-        self.calls.add(correlation, start, thread, _ns(event.get("dur", 0)), name)
+        self.calls.add(correlation, start, thread, ns_of(event.get("dur", 0)), name)
         if is_wait(name):
             self.rows.add(
-                KIND["sync"], start, _ns(event.get("dur", 0)), 0, -1, 0, -1, self.strings.code(name), thread, correlation
+                KIND["sync"], start, ns_of(event.get("dur", 0)), 0, -1, 0, -1, self.strings.code(name), thread, correlation
             )
         if start > self.last_call[0]:
             self.last_call = (start, name)
@@ -169,22 +165,22 @@ class _Kineto:
         self.sync_streams[args["correlation"]] = int(args.get("stream", -1))
 
     def _annotation(self, event: dict[str, Any]) -> None:
-        start, name = _ns(event["ts"]), event["name"]
+        start, name = ns_of(event["ts"]), event["name"]
         if type(name) is not str:
             raise TypeError("the name of a range is not a text")
         if name.startswith("gloo:"):  # the run of a collective on the host; that of other backends is only its launch
             kind, communication = self.comms.of_gloo(name)
-            dur, code = _ns(event.get("dur", 0)), self.strings.code(name)
+            dur, code = ns_of(event.get("dur", 0)), self.strings.code(name)
             self.rows.add(KIND[kind], start, dur, 0, -1, -1, -1, code, self._thread(event), -1, communication)
         else:
-            self.ranges.append(Range(start, start + _ns(event.get("dur", 0)), name))
+            self.ranges.append(Range(start, start + ns_of(event.get("dur", 0)), name))
 
     def _memory(self, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
         if event["name"] == "[memory]" and args.get("Device Type") == 1 and args["Bytes"]:
             kind = KIND["alloc" if args["Bytes"] > 0 else "free"]
             device = int(args.get("Device Id", 0))
-            self.rows.add(kind, _ns(event["ts"]), 0, abs(args["Bytes"]), -1, device, -1, -1, self._thread(event))
+            self.rows.add(kind, ns_of(event["ts"]), 0, abs(args["Bytes"]), -1, device, -1, -1, self._thread(event))
 
     def _function(self, event: dict[str, Any]) -> None:
         name = event["name"]
@@ -195,8 +191,8 @@ class _Kineto:
             code = self.strings.code(f"{match[1]}:{match[2]}") if match is not None and user else -1
             self.function_codes[name] = code
         if code >= 0:
-            start = _ns(event["ts"])
-            row = array("q", (start, start + _ns(event.get("dur", 0)), code))  # first: it may be out of range
+            start = ns_of(event["ts"])
+            row = array("q", (start, start + ns_of(event.get("dur", 0)), code))  # first: it may be out of range
             self.functions.setdefault(self._thread(event), array("q")).extend(row)
 
     def trace(self) -> Trace:
