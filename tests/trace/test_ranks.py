@@ -376,6 +376,25 @@ def test_operations_that_differ_are_named(tmp_path):
         tk.open_trace(files)
 
 
+def test_collectives_after_a_disagreement_do_not_move_the_clocks(tmp_path):
+    """gloo writes no groups: ranks that also reduce in a smaller one count other collectives than the rest."""
+    gather = {"name": "ncclDevKernel_AllGather_RING_LL()", "Collective name": "_allgather_base"}
+    files = []
+    for rank in range(3):
+        every = [(0.0, {}), (40.0, {}), (80.0, gather)] if rank < 2 else [(0.0, {}), (80.0, gather)]
+        events = [
+            collective(1000 * step + at, 10, None, **{"Process Group Name": None}, **kind)
+            for step in range(20)
+            for at, kind in every
+        ]
+        files.append(write_rank(tmp_path / f"{rank}.json", rank, 3, events))
+    with pytest.warns(UserWarning, match="disagree on collective 1 .* their waits may be wrong"):
+        trace = tk.open_trace(files)
+    assert [clock["offset_us"] for clock in trace.meta["clocks"]] == [0, 0, 0]
+    starts = [trace["start_ns"][trace["rank"] == rank].min() for rank in range(3)]
+    assert starts == [0, 0, 0]
+
+
 SHIPPED = ["h200/qwen3/roundtrip", "h200/qwen3/cuda-graph"]
 
 

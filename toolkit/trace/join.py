@@ -125,7 +125,8 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
     for i, rank in enumerate(found.ranks):
         ends[:, ranks.index(rank)], present[:, ranks.index(rank)] = found.end[:, i], found.present[:, i]
     together = np.isin(joined["operation"][found.first_row], [joined.strings.index(o) for o in TOGETHER if o in joined.strings])
-    use = found.matched & (together if (found.matched & together).any() else True)
+    same = found.matched & _before_disagreements(joined, found)
+    use = same & (together if (same & together).any() else True)
     clocks = align(ends[use], present[use], fallback)
     notes, apart = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if clock.first]
     if use.any():
@@ -151,6 +152,24 @@ def _missing(ranks: Sequence[int], world_size: int | None) -> list[str]:
     return [f"Of {world_size} ranks, {who} {_listed(gone)} {verb} missing: {seen}."]
 
 
+def _disagreement(numbers: NDArray[np.int64]) -> int | None:
+    """Return the first number that the collectives of a group have twice, with different operations; None without one."""
+    known, count = np.unique(numbers, return_counts=True)
+    return int(known[count > 1][0]) if (count > 1).any() else None
+
+
+def _before_disagreements(joined: Trace, found: Collectives) -> NDArray[np.bool_]:
+    """Return [n] whether the ranks agree on the operations of all collectives of the group up to this one."""
+    agreed = np.ones(len(found.row), np.bool_)
+    group, seq = (joined[name][found.first_row] for name in ("group", "seq"))
+    for code in np.unique(group).tolist():
+        mine = group == code
+        number = _disagreement(seq[mine])
+        if number is not None:
+            agreed &= ~mine | (seq < number)
+    return agreed
+
+
 def _mismatches(joined: Trace, found: Collectives) -> list[str]:
     """Return warnings of collectives that some ranks of a group don't have, or have as another operation."""
     texts = []
@@ -158,12 +177,14 @@ def _mismatches(joined: Trace, found: Collectives) -> list[str]:
     for code in np.unique(group).tolist():
         mine = np.flatnonzero(group == code)
         title = f"group {joined.strings[code]!r}" if code >= 0 else "the collectives without a group"
-        _, first, count = np.unique(seq[mine], return_index=True, return_counts=True)
-        if (count > 1).any():
-            number = int(seq[mine][first[count > 1][0]])
+        number = _disagreement(seq[mine])
+        if number is not None:
             codes = operation[mine[seq[mine] == number]].tolist()
             different = [joined.strings[code] if code >= 0 else "an unknown operation" for code in codes]
-            texts.append(f"The ranks disagree on collective {number} of {title}: {' and '.join(different)}. They don't match.")
+            texts.append(
+                f"The ranks disagree on collective {number} of {title}: {' and '.join(different)}. From there on, collectives "
+                "may be matched wrongly: they don't align the clocks, and their waits may be wrong."
+            )
             continue
         members = np.flatnonzero(found.present[mine].any(0))
         for i in members.tolist() if len(members) > 1 else []:
