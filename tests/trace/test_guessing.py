@@ -36,6 +36,31 @@ def test_a_recording_without_steps_gets_them_guessed_waits_included():
     assert (table["host_wait_us"] == 0.008).all()
 
 
+@pytest.mark.parametrize("ahead", [5, 45])
+def test_a_launch_is_in_the_step_of_the_event_that_it_started(ahead):
+    """Also if the host runs ahead of the GPU by more than a step, of 30 ns here."""
+    builder = TraceBuilder()
+    for n in range(18):
+        builder.add("launch", 10 * n - ahead, 2, name="launch", stream=0, device=-1)
+        kind = "d2h" if n % 3 == 2 else "kernel"
+        builder.add(kind, 10 * n, 5, bytes=8 * (kind == "d2h"), name=f"{n % 3}", stream=0)
+    table = with_guessed_steps(builder.build({"steps_from": None})).copies()
+    assert table["step"].tolist() == list(range(6))
+    assert table["kernels"].tolist() == [2] * 6
+    assert table["launches"].tolist() == [3] * 6
+
+
+def test_a_launch_of_a_graph_is_in_its_step():
+    builder = TraceBuilder()
+    for n in range(6):
+        builder.add("launch", 100 * n, 5, name="cudaGraphLaunch", stream=0, device=-1)
+        for i in range(2):
+            builder.add("kernel", 100 * n + 10 + 10 * i, 5, name=f"{i}", stream=0)
+        builder.add("d2h", 100 * n + 40, 5, bytes=8, name="copy", stream=0)
+    table = with_guessed_steps(builder.build({"steps_from": None})).copies()
+    assert table["launches"].tolist() == [1] * 6
+
+
 def test_steps_that_are_known_stay_and_no_pattern_is_no_step():
     known = decode_loop(steps_from="marks")
     assert with_guessed_steps(known) is known

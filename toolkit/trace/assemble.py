@@ -210,17 +210,35 @@ def _numbered(columns: dict[str, NDArray[Any]], rows: dict[str, NDArray[np.int64
 def with_guessed_steps(trace: Trace) -> Trace:
     """Return `trace` with steps guessed from a repeating pattern, or `trace` itself if it has steps or no pattern is found.
 
-    A recording has no launch times. Device events are therefore taken in the order in which they ran, a wait gets the step of
-    the last event that it waited for, and an allocation gets the step of the last event that started before it.
+    A recording doesn't say what each call launched. Device events are therefore taken in the order in which they ran, a launch
+    gets the step of the event that it started, a wait that of the last event that it waited for, and an allocation that of the
+    last event that started before it.
     """
     if trace.meta.get("steps_from") is not None or trace["step"].max(initial=-1) >= 0:
         return trace
     rows = {name: trace[name].astype(np.int64) for name in ("start_ns", "kind", "bytes", "name")}
     waits = rows["kind"] == KIND["sync"]
-    step = _guess(rows, rows["start_ns"] + np.where(waits, trace["dur_ns"], 0))
+    step = _guess(rows, _ran_ns(trace) + np.where(waits, trace["dur_ns"], 0))
     if step is None:
         return trace
     return Trace({**trace.columns, "step": step}, trace.strings, trace.meta | {"steps_from": "guessed"})
+
+
+def _ran_ns(trace: Trace) -> NDArray[np.int64]:
+    """Return the start of each row; of a launch, that of the first event that it started.
+
+    Events of a stream run in the order of their launches. If the numbers of both differ, as with graphs, the event is taken to
+    be the first one after the launch began.
+    """
+    start, stream = trace["start_ns"], trace["stream"]
+    ran_ns = start.astype(np.int64)
+    launch, on_device = trace.is_kind("launch"), trace.is_kind(*(kind for kind in LANES if kind not in HOST_KINDS))
+    for code in np.unique(stream[launch]).tolist():
+        calls, events = (np.flatnonzero(mask & (stream == code)) for mask in (launch, on_device))
+        first = np.arange(len(calls)) if len(calls) == len(events) else np.searchsorted(start[events], start[calls])
+        known = first < len(events)
+        ran_ns[calls[known]] = start[events[first[known]]]
+    return ran_ns
 
 
 def with_sources(trace: Trace) -> Trace:
