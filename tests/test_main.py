@@ -169,3 +169,11 @@ def test_open_prints_copies_ranks_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == f"{tk.open_trace(snapshot)}\n\n{tk.open_memory(snapshot)}\n"
     assert main(["open", __file__]) == 1
     assert "its format is unknown. tk.open_trace opens" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_as_an_error_is(tmp_path: Path) -> None:
+    event = '{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 1}'
+    (tmp_path / "a.json").write_text(f'{{"traceEvents": [{event}, {{"ph": "X", "cat": "kernel"}}]}}')
+    command = [sys.executable, "-m", "toolkit", "open", "a.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "UserWarning: a.json: 1 event has unexpected fields and is left out.\n"

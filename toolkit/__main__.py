@@ -16,6 +16,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,5 +227,14 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:  # fmt: skip
+    """Return a warning as errors are printed. One that names the user's line would name Python's `runpy` here."""
+    shown = message if filename.startswith("<frozen ") else f"{filename}:{lineno}: {message}"
+    return f"{category.__name__}: {shown}\n"
+
+
 if __name__ == "__main__":
+    warnings.formatwarning = _warning_line
     sys.exit(main())
