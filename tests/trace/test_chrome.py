@@ -108,7 +108,9 @@ def test_steps_of_a_real_trace_without_any_marks_are_guessed():
 def test_a_plain_file_under_any_name_gives_the_same(tmp_path, name):
     plain = tmp_path / "whatever.bin"
     plain.write_bytes(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()))
-    same(tk.open_trace(plain), tk.open_trace(DATA / f"{name}.json.gz"))
+    trace, packed = tk.open_trace(plain), tk.open_trace(DATA / f"{name}.json.gz")
+    assert (trace.meta.pop("title"), packed.meta.pop("title")) == ("whatever.bin", f"{name}.json.gz")
+    same(trace, packed)
 
 
 # ---- details of the format

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from synthetic import decode_loop, many_events
 
+import toolkit as tk
 from toolkit.core.errors import ToolkitError
 from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.ui.timeline.page import write_comparison, write_page
@@ -85,6 +86,18 @@ def test_several_runs_can_be_chosen_and_put_beside_each_other(tmp_path: Path) ->
     assert [packed["meta"]["title"] for packed in data_of(path)["traces"]] == ["one", "two", "recording"]
     assert "<option selected value=2>" in text
     assert "measured" in text
+
+
+def test_files_of_other_tools_are_called_by_their_names(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 1}
+    files = [tmp_path / name for name in ("before.json", "after.json", "half \udcff.json")]
+    for file in files:
+        file.write_text(json.dumps({"traceEvents": [event]}))
+    before, after, odd = map(tk.open_trace, files)
+    after.meta["title"] = "with graphs"
+    titles = [packed["meta"]["title"] for packed in data_of(before.to_html(tmp_path / "a.html", after))["traces"]]
+    assert titles == ["before.json", "with graphs"]
+    assert data_of(odd.to_html(tmp_path / "a.html"))["traces"][0]["meta"]["title"] == "half ?.json"
 
 
 def test_comparison_brings_its_table(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
         return Trace(full, strings, meta)
     except TraceError as error:
         raise ValueError(error.found) from error
+
+
+def title_of(path: Path) -> str:
+    """Return the name of another tool's file: what timelines and comparisons call the trace, as `meta["title"]`."""
+    return path.name.encode(errors="replace").decode()  # no surrogates
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import open_regular
-from toolkit.trace.assemble import KIND, LONGEST_NS, Calls, Rows, Strings, assemble
+from toolkit.trace.assemble import KIND, LONGEST_NS, Calls, Rows, Strings, assemble, title_of
 from toolkit.trace.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
 from toolkit.trace.events import Trace
 from toolkit.trace.nccl import PEER, Communication, of_kernel
@@ -72,6 +72,7 @@ def read_nsys(path: Path) -> Trace:
         ) from error
     if not len(trace):
         raise TraceError(asked, "it has no events of a GPU", _RECORD)
+    trace.meta["title"] = title_of(path)
     return trace
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError, brief
 from toolkit.core.units import plural
-from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns, ns_of
+from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns, ns_of, title_of
 from toolkit.trace.chrome.comms import Comms, distributed_job
 from toolkit.trace.chrome.foreign import Foreign
 from toolkit.trace.chrome.scan import EventScanner
@@ -65,6 +65,8 @@ def read_chrome(path: Path) -> Trace:
     if isinstance(reader, _Kineto) and not len(trace):
         found = "it has neither events of a GPU nor ranges"
         raise TraceError(scanner.asked, found, 'Record some work on a GPU. Ranges are complete events ("ph": "X")')
+    if isinstance(reader, _Kineto):
+        trace.meta["title"] = title_of(path)
     return trace
 
 
