@@ -357,7 +357,18 @@ def test_warnings_of_a_file_name_the_line_that_opened_the_ranks(tmp_path):
     with pytest.warns(UserWarning, match="1 event has unexpected fields") as warned:
         trace = tk.open_trace(files)
     assert [each.filename for each in warned] == [__file__] * 2
-    assert "on the ends of 1 collective, which" in trace.meta["notes"][0]
+    assert "on the ends of 1 collective, so" in trace.meta["notes"][0]
+
+
+def test_one_collective_does_not_tell_the_error_of_a_clock(tmp_path):
+    files = [write_rank(tmp_path / f"{rank}.json", rank, 2, [collective(5 * rank, 10)]) for rank in range(2)]
+    trace = quiet(files)
+    assert trace["start_ns"].tolist() == [0, 0]
+    assert trace.meta["notes"] == [
+        "The clocks of the ranks are aligned on the ends of 1 collective, so their error is not known."
+    ]
+    assert trace.ranks()["clock_error_us"].isna().all()
+    trace.to_html(tmp_path / "page.html")
 
 
 def test_collectives_that_one_rank_lacks_are_named(tmp_path):

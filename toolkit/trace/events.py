@@ -217,7 +217,7 @@ class Trace:
 
         Columns: `rank`, `device`, `collectives`, `bytes`, `last_count` (how often the rank came last and others waited for it),
         `caused_wait_us` (the time for which they waited), `wait_us` (the time for which it waited for others) and
-        `clock_error_us` (the error of its clock after alignment, the median; NaN if the clocks were not aligned).
+        `clock_error_us` (the error of its clock after alignment, the median; NaN if fewer than two collectives tell it).
         """
         return ranks_table(self)
 

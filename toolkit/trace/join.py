@@ -131,10 +131,12 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
     notes, apart = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if clock.first]
     if use.any():
         errors = np.abs(np.concatenate([clock.errors_ns for i, clock in enumerate(clocks) if clock.first != i]))
-        notes.append(
-            f"The clocks of the ranks are aligned on the ends of {plural(int(use.sum()), 'collective')}, which then differ by "
-            f"{np.median(errors) / 1e3:.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:.1f} µs (95 % of them)."
+        ends_of = f"The clocks of the ranks are aligned on the ends of {plural(int(use.sum()), 'collective')}"
+        known = (
+            f"which then differ by {np.median(errors) / 1e3:.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:.1f} µs "
+            "(95 % of them)"
         )
+        notes.append(f"{ends_of}, {known if use.sum() > 1 else 'so their error is not known'}.")
     if apart:
         how = "the clocks of their hosts are used" if len(stated) == len(traces) else "their recordings begin at the same time"
         who = f"rank{'s' if len(apart) > 1 else ''} {_listed(apart)} to rank {ranks[0]}"
@@ -222,8 +224,8 @@ def _described(clocks: Sequence[Clock], traces: Sequence[Trace], ranks: Sequence
         errors = np.abs(clock.errors_ns)
         made.append({
             "rank": rank, "offset_us": (clock.offset_ns + origin - origins[0]) / 1e3, "drift_ppm": clock.drift * 1e6,
-            "collectives": len(errors), "error_us": float(np.median(errors)) / 1e3 if len(errors) else None,
-            "error_95_us": float(np.quantile(errors, 0.95)) / 1e3 if len(errors) else None,
+            "collectives": len(errors), "error_us": float(np.median(errors)) / 1e3 if len(errors) > 1 else None,
+            "error_95_us": float(np.quantile(errors, 0.95)) / 1e3 if len(errors) > 1 else None,
         })  # fmt: skip
     return made
 
