@@ -335,6 +335,14 @@ def test_budgets_nest_and_come_back(gpu):
         assert gpu.limit_bytes == 128 * MiB
 
 
+def test_a_larger_budget_leaves_no_free_memory_to_the_smaller_one_around_it(gpu, empty_card):
+    with tk.budget("64 MiB"):
+        with tk.budget("128 MiB"):
+            ones(100)
+        with pytest.raises(torch.OutOfMemoryError):
+            ones(100)
+
+
 def test_a_budget_that_is_used_again_limits_again(gpu):
     budget = tk.budget("64 MiB")
     for _ in range(2):

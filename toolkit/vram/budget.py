@@ -73,6 +73,8 @@ class Budget:
         if self in _active:
             _active.remove(self)
         left = [budget.bytes for budget in _active if budget.device is self.device]
+        if left:
+            empty_cache(self.device)  # no limit keeps allocations from free memory that was reserved under a larger budget
         self.device.limit(left[-1] if left else None)
         _explain_errors(bool(_active))
 
