@@ -127,6 +127,22 @@ def test_what_only_the_garbage_collector_can_free_is_named(gpu, make, named):
     assert owners() == {}
 
 
+def test_a_search_lets_no_collection_free_what_it_is_to_name(no_notebook):
+    """The search creates objects itself, enough for Python to collect garbage."""
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(50)
+        gc.enable()
+        with tk.memory() as use:
+            pair()
+        assert use.by("kind").set_index("kind").loc["garbage", "end_bytes"] == 4 * MiB
+        gc.collect()
+        pair()
+        assert owners() == {"garbage: Node.other.data[0]": 4 * MiB}
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 def test_what_a_running_function_uses_is_not_garbage():
     shared, mine = tensor(), [tensor(2)]
     net = nn.Linear(1024, 1024, bias=False).to("vgpu")

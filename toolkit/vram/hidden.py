@@ -104,12 +104,14 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
 
     Elements of one list, and what their graphs hold, are one entry per line of code that allocated them.
     """
-    with signals_deferred:  # an interrupt between the two would leave the scope open
-        trace = allocation_scopes.end(allocation_scopes.begin())
+    with no_collection():  # a collection would free what the trace still has
+        with signals_deferred:  # an interrupt between the two would leave the scope open
+            trace = allocation_scopes.end(allocation_scopes.begin())
+        held = find(variables, shell)[1]
     rows = trace.is_kind("alloc").nonzero()[0]
     lines = dict(zip(trace["address"][rows].tolist(), trace.select(rows).text("where"), strict=True))
     alike: dict[tuple[str, str | None], list[Holder]] = {}
-    for (kind, address), holder in find(variables, shell)[1].items():
+    for (kind, address), holder in held.items():
         if kind != "cpu":
             place = lines.get(address)
             where = place_text(place, {}) if place else None

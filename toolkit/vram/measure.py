@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from toolkit.core.callers import ipython_shell
+from toolkit.core.collector import no_collection
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief, kind_of, with_causes
 from toolkit.core.signals import signals_deferred
@@ -157,8 +158,7 @@ class MemoryUse:
         if self.device in HOST_ONLY:
             return f"{HOST_ONLY[self.device]}, host peak {bytes_text(self.host_peak_bytes)}{self._took()}"
         parts = [f"peak {bytes_text(self.peak_bytes)}", f"kept {_signed(self.kept_bytes)}"]
-        if self.freed_bytes:
-            parts.append(f"freed {bytes_text(self.freed_bytes)}")
+        parts += [f"freed {bytes_text(self.freed_bytes)}"] if self.freed_bytes else []
         if self.trace.meta.get("failed"):
             parts.append(f"ended with {self.trace.meta['failed']}")
         if self.trace.meta.get("unaccounted_bytes"):
@@ -275,41 +275,42 @@ class Scope:
 
     def end(self, variables: Mapping[str, Any], error: BaseException | None = None) -> MemoryUse:
         """End the block and return its measurement. `variables` are the names that may own memory."""
-        try:
-            elapsed_s = perf_counter() - self._start_s
-            self.use.host = host_memory.end(self._host)
-            trace = allocation_scopes.end(self._begun)
-        except KeyboardInterrupt:
-            allocation_scopes.drop(self._begun)
-            raise
-        except Exception as problem:
-            if error is None:
+        with no_collection():  # a collection would free what the trace still has
+            try:
+                elapsed_s = perf_counter() - self._start_s
+                self.use.host = host_memory.end(self._host)
+                trace = allocation_scopes.end(self._begun)
+            except KeyboardInterrupt:
+                allocation_scopes.drop(self._begun)
                 raise
-            trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # the user's own error is raised
-        meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
-        if error is not None:
-            meta["failed"] = type(error).__name__
-        try:
-            limit = owners.Limit()
-            found = _holders(variables, error, limit)
-            if limit.reached:
-                meta["problem"] = "there are more objects than a search looks at"
-            meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
-            self.use._trace = with_owners(trace, found, meta)
-            full = out_of_memory(error)
-            if full is not None:
-                _explained(self.use, full, variables, found)
-        except Exception as problem:  # inspecting a user's variables may raise, and must not hide the error of the user's code
-            self.use._trace = Trace(trace.columns, trace.strings, {**trace.meta, **meta, "problem": repr(problem)})
-        return self.use
+            except Exception as problem:
+                if error is None:
+                    raise
+                trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # the user's own error is raised
+            meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
+            if error is not None:
+                meta["failed"] = type(error).__name__
+            try:
+                limit = owners.Limit()
+                found = _holders(variables, error, limit)
+                if limit.reached:
+                    meta["problem"] = "there are more objects than a search looks at"
+                meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
+                self.use._trace = with_owners(trace, found, meta)
+                if (full := out_of_memory(error)) is not None:
+                    _explained(self.use, full, variables, found)
+            except Exception as problem:  # reading the user's variables may raise, and must not hide the user's own error
+                self.use._trace = Trace(trace.columns, trace.strings, {**trace.meta, **meta, "problem": repr(problem)})
+            return self.use
 
 
 def why_out_of_memory(error: BaseException, variables: Mapping[str, Any]) -> Shortage:
     """Explain an out-of-memory error that was raised outside of any scope, and add the explanation to the error as a note."""
-    with signals_deferred:  # an interrupt between the two would leave the scope open
-        trace = allocation_scopes.end(allocation_scopes.begin())
-    found = _holders(variables, error)
-    return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
+    with no_collection():  # as above
+        with signals_deferred:  # an interrupt between the two would leave the scope open
+            trace = allocation_scopes.end(allocation_scopes.begin())
+        found = _holders(variables, error)
+        return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
 
 
 def out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
@@ -326,8 +327,7 @@ def _explained(
     use: MemoryUse, error: BaseException, variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder]
 ) -> Shortage:
     """Explain an out-of-memory error. Only the innermost scope adds the note: it has the most precise lines."""
-    limit = int(use.trace.meta.get("limit_bytes", 0))
-    use.shortage = explain(use.ledger, variables, found, error, limit)
+    use.shortage = explain(use.ledger, variables, found, error, int(use.trace.meta.get("limit_bytes", 0)))
     if not explained(error):
         error.add_note(f"{_EXPLAINED}\n{use.shortage}")
     return use.shortage
