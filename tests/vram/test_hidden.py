@@ -239,6 +239,17 @@ def loading(name):
         thread.join()
 
 
+def prefetching():
+    ready = tensor()
+    yield ready.shape
+
+
+def test_a_generator_that_only_a_running_loop_holds_is_named():
+    for _ in prefetching():
+        (held,) = hidden.listed({})
+        assert (held.owner, held.bytes, held.stays) == ("ready in prefetching()", 4 * MiB, True)
+
+
 def test_many_variables_of_this_thread_hide_none_of_another(monkeypatch):
     monkeypatch.setattr(owners_module, "MOST", 2000)
 

@@ -61,8 +61,17 @@ def paused():
     yield held.shape
 
 
-def started():
-    generator = paused()
+def delegating():
+    yield from paused()
+
+
+def looping():
+    for shape in paused():
+        yield len(shape)
+
+
+def started(make=paused):
+    generator = make()
     next(generator)
     return generator
 
@@ -106,6 +115,10 @@ async def waits():
     held = tensor()
     await Suspends()
     return held
+
+
+async def awaits():
+    await waits()
 
 
 async def yields():
@@ -157,6 +170,8 @@ def optimizer():
         (lambda: Batch(tensor()), "x.ids"), (lambda: Slots(tensor()), "x.held"), (lambda: deque([tensor()]), "x[0]"),
         (lambda: defaultdict(list, k=[tensor()]), "x['k'][0]"), (lambda: UserDict(k=tensor()), "x['k']"),
         (closing, "x (its closure): held"), (started, "x (paused): held"),
+        (lambda: started(delegating), "x (paused) (paused): held"), (lambda: started(looping), "x (paused) (paused): held"),
+        (lambda: suspended(awaits()), "x (paused) (paused): held"),
         (lambda: partial(print, tensor()), "x (its argument 0)"),
         (lambda: nn.ParameterDict({"w": nn.Parameter(tensor())}), "x.w"),
         (lambda: nn.Sequential(hooked(nn.ReLU(), "register_forward_hook")), "x.0._forward_hooks[i].__self__.kept[0]"),

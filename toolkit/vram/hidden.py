@@ -1,8 +1,8 @@
 """Find memory that no variable of the caller holds, but tracebacks, results that a notebook keeps, and reference cycles.
 
 `find` names it, and `release` frees it. Memory that only Python's garbage collector can free has the kind "garbage". Variables
-of running functions, which called the caller or run on other threads, and open widgets of a notebook with their callbacks are
-named too; `release` does not free what they hold.
+of running functions, which called the caller or run on other threads, those of paused generators and coroutines, and open
+widgets of a notebook with their callbacks are named too; `release` does not free what they hold.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from toolkit.vram import owners
 from toolkit.vram.cycles import garbage
 from toolkit.vram.frames import is_of_pytest, of_frame, of_test, of_traceback
 from toolkit.vram.owners import Holder, Limit, Place
-from toolkit.vram.parts import LEAF_TYPES
+from toolkit.vram.parts import LEAF_TYPES, PAUSED, is_users
 
 GARBAGE = "garbage"
 _LEAST = 1 << 20  # bytes without an owner below which no more are searched for, because a search takes 0.1 s and more
@@ -79,6 +79,8 @@ def find(
         held = walk(roots[_NEWEST:]) | walk(roots[:_NEWEST]) | held
     if _unnamed(visible | held):
         held |= _garbage(visible | held)
+    if _unnamed(visible | held):
+        held = walk(_of_paused()) | held
     limit.reached = limit.reached and _unnamed(visible | held)
     return visible, {place: holder for place, holder in held.items() if place not in visible}
 
@@ -187,6 +189,15 @@ def _of_threads(others: bool) -> Iterator[tuple[str, Any]]:
             if by_pytest:
                 break
             frame = frame.f_back
+
+
+def _of_paused() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the user's paused generators and coroutines: maybe only a loop that runs holds them."""
+    for value in gc.get_objects():
+        frame: FrameType | None = getattr(value, PAUSED[type(value)]) if type(value) in PAUSED else None
+        if frame is not None and frame.f_back is None and is_users(frame.f_globals.get("__name__", "")):
+            # a fixture's request leads to all tests
+            yield from ((name, held) for name, held in of_frame(frame) if type(held).__module__ != "_pytest.fixtures")
 
 
 def _of_widgets() -> Iterator[tuple[str, Any]]:

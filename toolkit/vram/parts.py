@@ -46,7 +46,7 @@ _KERNEL = ("IPython", "ipykernel")  # packages whose objects aren't either: a wi
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
 _HOOKS = frozenset(name for name in _MODULE_TABLES if name.endswith("_hooks"))
 _WRITTEN_IN_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, a flag of types
-_PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 PLAIN = frozenset((dict, *_CONTAINERS))  # types without attributes
 # A cache of keys and values is known by its class or its attributes. Other caches hold results of functions and the like.
@@ -83,10 +83,12 @@ def parts_of(value: Any) -> Iterator[Part]:
         yield from _of_function(value)
     elif isa(value, partial):
         yield from ((f" (its argument {i})", held, kind) for i, held in enumerate((*value.args, *value.keywords.values())))
-    elif type(value) in _PAUSED:
-        frame = getattr(value, _PAUSED[type(value)])
+    elif type(value) in PAUSED:
+        frame = getattr(value, PAUSED[type(value)])
         if frame is not None:
             yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(frame).items())
+            # what it awaits or loops over has no name
+            yield from ((" (paused)", held, kind) for held in gc.get_referents(value) if type(held) is not FrameType)
     elif isa(value, ContextVar):
         with suppress(LookupError):  # it has no value
             yield " (its value)", value.get(), kind
