@@ -171,7 +171,7 @@ def optimizer():
         (lambda: defaultdict(list, k=[tensor()]), "x['k'][0]"), (lambda: UserDict(k=tensor()), "x['k']"),
         (closing, "x (its closure): held"), (started, "x (paused): held"),
         (lambda: started(delegating), "x (paused) (paused): held"), (lambda: started(looping), "x (paused) (paused): held"),
-        (lambda: suspended(awaits()), "x (paused) (paused): held"),
+        (lambda: suspended(awaits()), "x (paused) (paused): held"), (lambda: ValueError(tensor()), "x.args[0]"),
         (lambda: partial(print, tensor()), "x (its argument 0)"),
         (lambda: nn.ParameterDict({"w": nn.Parameter(tensor())}), "x.w"),
         (lambda: nn.Sequential(hooked(nn.ReLU(), "register_forward_hook")), "x.0._forward_hooks[i].__self__.kept[0]"),

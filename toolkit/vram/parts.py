@@ -94,6 +94,7 @@ def parts_of(value: Any) -> Iterator[Part]:
             yield " (its value)", value.get(), kind
     elif isa(value, BaseException):
         yield from ((f" (its traceback): {more}", held, kind) for more, held in of_traceback(value))
+        yield ".args", value.args, kind
         yield from ((more, held, kind) for more, held in own(value))
     elif isa(value, FrameType | TracebackType):
         yield from ((f": {more}", held, kind) for more, held in of_ended(value))
