@@ -14,7 +14,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit.core.errors import BudgetError, DeviceError, RecorderError, ToolkitError
-from toolkit.vram import keepers
+from toolkit.vram import advice, keepers
 
 MiB = 1 << 20
 
@@ -326,6 +326,24 @@ def test_without_any_memory_in_use_no_list_of_it_is_begun(gpu, empty_card):
     with pytest.raises(torch.OutOfMemoryError) as info, tk.budget("16 MiB"):
         ones(32)
     assert info.value.__notes__[0].endswith("of 16.0 MiB, 0 B were allocated and 16.0 MiB free: 16.0 MiB short.")
+
+
+def test_room_that_is_too_small_for_a_segment_is_not_called_fragments(gpu, empty_card):
+    with pytest.raises(torch.OutOfMemoryError) as info, tk.budget("16 MiB"):
+        ones(4)
+    assert info.value.__notes__[0].endswith(
+        "16.0 MiB free, but CUDA's allocator reserves 20.0 MiB at a time for a request of this size."
+    )
+
+
+def test_memory_of_other_programs_is_not_called_fragments(gpu, empty_card):
+    message = "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 139 GiB of which 2.00 GiB is free."
+    sizes = dict.fromkeys(("asked", "held"), 0) | {"limit": gpu.memory().total_bytes, "cached": 1 << 30}
+    assert advice._stated(advice._FREE, RuntimeError(message)) == 2 << 30
+    assert advice._not_short(**sizes | {"asked": 4 << 30, "free": 2 << 30}) == (
+        ", but only 3.00 GiB of the GPU are free: other programs or CUDA itself use the rest."
+    )
+    assert advice._not_short(**sizes | {"asked": 3 << 30, "free": 2 << 30}) == ", but only in fragments."
 
 
 def test_budgets_nest_and_come_back(gpu):

@@ -19,11 +19,13 @@ from torch import nn
 
 from toolkit.core.callers import ipython_shell
 from toolkit.core.units import bytes_text, parse_bytes
+from toolkit.gpu.virtual.allocator.blocks import segment_bytes
 from toolkit.trace.ledger import OTHER_KIND, UNOWNED, Ledger, place_text
 from toolkit.vram import hidden, keepers, owners
 from toolkit.vram.frames import locals_of
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
+_FREE = re.compile(r"of which ([0-9.]+ [KMGT]?i?B) is free")
 _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
 # Source code that converts a tensor to another dtype: x.float(), x.to(torch.float32), softmax(x, dtype=torch.float32).
 _CONVERTS = re.compile(
@@ -38,8 +40,6 @@ _MOST_DELETIONS = 4  # proposals
 _MOST_NAMES = 4  # in one of them
 _CHUNK = 512  # tokens per chunk of a prompt
 _LEAST = 0.02  # share of the missing bytes; proposals that save less are left out
-# End of the first line if the numbers show no shortage, by `Shortage.exact`.
-_NOT_SHORT = {True: ", but only in fragments.", False: ": memory has been freed since the allocation failed."}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Shortage:
     where: str | None
     holders: tuple[str, ...]
     proposals: tuple[Proposal, ...]
-    exact: bool = True  # False: the numbers are from after the failure, when memory may have been freed
+    not_short: str = ", but only in fragments."  # end of the first line if the numbers show no shortage
 
     @property
     def missing_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Shortage:
     def __str__(self) -> str:
         asked, limit, held = (bytes_text(n) for n in (self.asked_bytes, self.limit_bytes, self.held_bytes))
         free = bytes_text(max(self.limit_bytes - self.held_bytes, 0))
-        short = f": {bytes_text(self.missing_bytes)} short." if self.missing_bytes else _NOT_SHORT[self.exact]
+        short = f": {bytes_text(self.missing_bytes)} short." if self.missing_bytes else self.not_short
         by = f" by {self.where}" if self.where else ""
         lines = [f"{asked} requested{by}; of {limit}, {held} were allocated and {free} free{short}"]
         if self.holders:
@@ -110,7 +110,20 @@ def explain(
     proposals += [*_smaller_state(ledger, at), *_chunks(ledger, at, variables), *_in_pieces(ledger, at, asked, held, limit)]
     useful = [Proposal(do, saves, saves >= missing) for do, saves in proposals if saves >= max(_LEAST * missing, 1 << 20)]
     useful.sort(key=lambda proposal: (not proposal.enough, -proposal.saves_bytes))
-    return Shortage(asked, held, limit, where, tuple(ledger.sentences(at)), tuple(useful[:6]), bool(len(failed)))
+    why = ": memory has been freed since the allocation failed."
+    if len(failed):
+        cached = int(ledger.cached[at]) if at >= 0 else 0
+        why = _not_short(asked, held, limit, cached, _stated(_FREE, error) if _FREE.search(str(error)) else limit)
+    return Shortage(asked, held, limit, where, tuple(ledger.sentences(at)), tuple(useful[:6]), why)
+
+
+def _not_short(asked: int, held: int, limit: int, cached: int, free: int) -> str:
+    """Return why an allocation failed that the numbers leave room for. The GPU has `free` bytes apart from `cached` ones."""
+    if held + segment_bytes(asked) > limit:
+        return f", but CUDA's allocator reserves {bytes_text(segment_bytes(asked))} at a time for a request of this size."
+    if cached + free < asked:
+        return f", but only {bytes_text(cached + free)} of the GPU are free: other programs or CUDA itself use the rest."
+    return ", but only in fragments."
 
 
 def _stated(pattern: re.Pattern[str], error: BaseException) -> int:
