@@ -14,8 +14,10 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import toolkit
 from toolkit.core.callers import current_cell
+from toolkit.trace.events import Trace
 from toolkit.vram import owners
-from toolkit.vram.sessions import Session, saved_sessions
+from toolkit.vram.measure import MemoryUse
+from toolkit.vram.sessions import CellUse, Session, saved_sessions
 
 MiB = 1 << 20
 FREED = "x = y = z = kept = None"
@@ -272,6 +274,19 @@ def test_what_if_of_the_whole_session(shell, run):
     assert "rtx-5090" in said
     assert "True" in said
     assert "120 MiB" in said
+
+
+def test_what_if_replays_the_gpu_that_was_measured(shell, run, monkeypatch):
+    run("%memory on")
+    run("x = torch.ones(40 << 18, device=d)")
+    read = CellUse.read
+
+    def on_the_second_gpu(cell):
+        trace = read(cell).trace
+        return MemoryUse(Trace({**trace.columns, "device": trace["device"] + 1}, trace.strings, trace.meta))
+
+    monkeypatch.setattr(CellUse, "read", on_the_second_gpu)
+    assert "40.0 MiB" in run("%memory whatif rtx-5090")
 
 
 @pytest.mark.parametrize("magic", ["%%memory", "%%capture"])

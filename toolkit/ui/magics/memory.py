@@ -17,6 +17,7 @@ from toolkit.core.files import at_home
 from toolkit.core.units import bytes_text, parse_bytes, plural
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.trace.ledger import Ledger, fullest
 from toolkit.ui.magics.shared import Parser, awaits, displayed_later, failure_of, plain, show, silenced
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
@@ -198,7 +199,9 @@ class MemoryMagics(Magics):
         options = parser.parse_args(words)
         if self.session is None or not self.session.cells:
             raise UsageError("No cell has been measured. %memory on starts it.")
-        table = what_if(joined(cell.read().trace for cell in self.session.cells), options.gpus or None, options.settings)
+        trace = joined(cell.read().trace for cell in self.session.cells)
+        device = Ledger(trace, fullest(trace)).device
+        table = what_if(trace, options.gpus or None, options.settings, device=device)
         for name in [name for name in table.columns if name.endswith("_bytes")]:
             table[name.removesuffix("_bytes")] = table.pop(name).map(bytes_text)
         show(table.drop(columns=["fails_cell", "fails_step"]))
