@@ -181,6 +181,22 @@ def test_what_a_peak_does_not_show_is_caught(run, pytester):
     run(TRAINING.replace(".detach()", "")).assert_outcomes(passed=2)
 
 
+def test_a_line_that_runs_more_often_but_holds_no_more_is_not_to_blame(run, pytester):
+    text = """
+def load(device, n, wider):
+    for _ in range(n):
+        batch = torch.ones(1 << 18, device=device)
+        batch = batch.double() if wider else batch
+
+@pytest.mark.peak_memory
+def test_loading(toolkit_gpu):
+    load(toolkit_gpu.torch, 2, wider=False)
+"""
+    run(text, "--copies-update").assert_outcomes(passed=1)
+    found = run(text.replace("2, wider=False", "4, wider=True"))
+    found.stdout.fnmatch_lines(["peak memory: *", "> test_somebodys_loop.py:*: batch = batch.double() if wider else batch"])
+
+
 @pytest.mark.parametrize(
     ("found", "less"),
     [

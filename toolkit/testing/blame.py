@@ -104,7 +104,8 @@ def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
     now = memory_by_line(ledger, lines)
     more = +Counter({key: now[key].allocated - known[key].allocated for key in now}) if before is not None else Counter[str]()
     if 2 * sum(excess[key] for key in excess if more[key]) >= excess.total():  # most of it was not allocated before
-        large = {key for key, n in more.items() if n >= _SHARE * excess.total()}
+        # a line that runs more often, but holds no more at a time, is not to blame
+        large = {key for key, n in more.items() if n >= _SHARE * excess.total() and now[key].most > known[key].most}
         began = ((i, lines.key(places[i])) for i in np.flatnonzero(ledger.blocks.begin >= ledger.opening).tolist())
         first, key = next((one for one in began if one[1] in large), (None, ""))
         if first is not None:
