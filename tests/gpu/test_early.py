@@ -53,6 +53,35 @@ def experts(_):
     return step, inputs["x"]
 
 
+def delta_nets(_):
+    product, delta, norm = (find_kernel(name) for name in ("int4_matmul", "delta_step", "rms_norm"))
+    net = delta.shape_type(4, 8, 128, 128)
+    values, heads = net.value_heads * net.value_dim, net.value_heads
+    sizes = (net.channels, values, heads, heads)
+    mixed = product.shape_type(n=sum(sizes), k=values, m=1)
+    normed = norm.shape_type(tokens=1, hidden=values)
+    matrix, weights = product.inputs(mixed, "cuda", seed=6), norm.inputs(normed, "cuda", seed=7)
+    layer = delta.inputs(net, "cuda", seed=8)
+    state = {name: layer[name].clone() for name in ("ring", "memory")}
+    first = matrix["x"]
+
+    def run(kernel, shape, inputs):
+        out = kernel.outputs(shape, inputs)
+        for launch in kernel.launches(shape, kernel.space(shape)[0], inputs, out):
+            launch.run()
+        return out
+
+    def step(x):
+        if x is first:
+            for name, tensor in state.items():
+                tensor.copy_(layer[name])
+        rows = run(product, mixed, matrix | {"x": x})["out"].view(-1).split(sizes)
+        found = run(delta, net, layer | state | dict(zip(("qkv", "z", "b", "a"), rows, strict=True)))["output"]
+        return run(norm, normed, weights | {"x": found[None]})["out"]
+
+    return step, first
+
+
 def codes(_):
     names = "rms_norm", "kv_encode", "attention_codes"
     norm, encode, attention = (find_kernel(name) for name in names)
@@ -77,7 +106,10 @@ def codes(_):
     return step, weights["x"]
 
 
-CHAINS = {"products": (matmuls, 1), "of 5 tokens": (matmuls, 5), "experts": (experts, 1), "codes": (codes, 1)}
+CHAINS = {
+    "products": (matmuls, 1), "of 5 tokens": (matmuls, 5), "experts": (experts, 1), "delta nets": (delta_nets, 1),
+    "codes": (codes, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "m"), CHAINS.values(), ids=CHAINS)

@@ -28,7 +28,7 @@ OTHER = Config(each=4, rows=2, down_warps=2, warps=1)
 @triton.jit
 def routes(scores, numbers, shares, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
     """Store the experts that `route` and `nth_expert` choose, and their weights."""
-    keys = keys_of(scores, EXPERTS)
+    keys = keys_of(scores, EXPERTS, ".cg")
     found, weights = route(keys, scores, EXPERTS, TOP_K)
     for i in tl.static_range(TOP_K):
         tl.store(numbers + i, found[i])
@@ -95,19 +95,22 @@ def test_as_the_models_experts() -> None:
     assert torch.equal(total, residual)
 
 
+@pytest.mark.parametrize("experts", [70, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_routing(dtype: torch.dtype) -> None:
-    """Ties go to the lowest index and 0.0 equals -0.0; the experts span several blocks of 32, the last one partial."""
-    shape = MoeShape(32, 32, 70, 4, False, "int4-g32", "int4-g32")
-    random = torch.randn(70, generator=torch.Generator().manual_seed(3)).tolist()
-    ties = {69: 3.0, 40: 3.0, 3: 3.0, 7: 3.0, 5: 3.0}
+def test_routing(dtype: torch.dtype, experts: int) -> None:
+    """Ties go to the lowest index and 0.0 equals -0.0; the experts span several pieces, the last one partial."""
+    shape = MoeShape(32, 32, experts, 4, False, "int4-g32", "int4-g32")
+    random = torch.randn(experts, generator=torch.Generator().manual_seed(3)).tolist()
+    ties = {experts - 1: 3.0, 40: 3.0, 3: 3.0, 7: 3.0, 5: 3.0}
     zeros = {66: 0.0, 2: -0.0, 33: 0.0, 4: -1.0}
-    for rest, some in ((random, {}), ([0.5] * 70, {}), ([-2.0] * 70, ties), ([-2.0] * 70, zeros)):
-        scores = torch.tensor([some.get(i, score) for i, score in enumerate(rest)], dtype=dtype, device=DEVICE)
+    room = -(-experts // 4) * 4
+    for rest, some in ((random, {}), ([0.5] * experts, {}), ([-2.0] * experts, ties), ([-2.0] * experts, zeros)):
+        scores = torch.full((room,), torch.inf, dtype=dtype, device=DEVICE)  # what follows the experts is ignored
+        scores[:experts] = torch.tensor([some.get(i, score) for i, score in enumerate(rest)], dtype=dtype)
         numbers = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
         shares = torch.full((4,), torch.nan, device=DEVICE)
-        routes[(4,)](scores, numbers, shares, EXPERTS=70, TOP_K=4)
-        wanted, weights = choose_experts(shape, scores)
+        routes[(4,)](scores, numbers, shares, EXPERTS=experts, TOP_K=4)
+        wanted, weights = choose_experts(shape, scores[:experts])
         assert numbers.tolist() == wanted.tolist() * 2
         torch.testing.assert_close(shares, weights)
 

@@ -87,6 +87,9 @@ class DeltaStep(Kernel):
     return them; "conv" [channels, taps], "decay" (-exp(A_log)), "dt_bias" [value heads] and "norm" [Dv] in fp32; "positions"
     [1] (int32 or int64, on the device), that of the token; "ring" in the model's dtype, where slot p modulo taps holds the
     input at position p; "memory" in fp32.
+
+    On CUDA, "ring", "memory" and "positions" are read before the launch in front of this one has ended. So it must not write
+    them: another launch belongs between two steps on the same memory. In a model, it is the product that makes "qkv".
     """
 
     name = "delta_step"
@@ -243,8 +246,10 @@ def _step(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a value head's memory. The last block of a head to finish normalizes the results of all of them."""
-    take_turn()
+    """Some columns of a value head's memory. The last block of a head to finish normalizes the results of all of them.
+
+    What earlier tokens left, and the weights, are loaded before the turn (see early.py).
+    """
     part, head = tl.program_id(0), tl.program_id(1)
     EACH: tl.constexpr = VALUE_HEADS // KEY_HEADS
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -253,28 +258,30 @@ def _step(
     rows, columns = tl.arange(0, triton.next_power_of_2(KEY_DIM)), part * BLOCK_V + tl.arange(0, BLOCK_V)
     real, there = rows < KEY_DIM, columns < VALUE_DIM
     tile = (head * KEY_DIM + rows[:, None]) * VALUE_DIM + columns[None, :]
-    # All loads are issued before anything is computed or written, so there is one wait instead of several.
+    # All loads are issued before anything is computed or written, so there are two waits instead of several.
     old = tl.load(memory + tile, mask=real[:, None] & there[None, :], other=0)
     position = tl.load(positions)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     queries_at = key_head * KEY_DIM + rows
     keys_at = queries_at + KEY_HEADS * KEY_DIM
     values_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one of the blocks that share a key head stores its inputs
-    new_query = tl.load(qkv + queries_at, mask=shared, other=0)
-    new_key = tl.load(qkv + keys_at, mask=shared, other=0)
-    new_value = tl.load(qkv + values_at, mask=there, other=0)
-    query_taps = _load_taps(qkv, ring, conv, queries_at, real, CHANNELS, TAPS)
-    key_taps = _load_taps(qkv, ring, conv, keys_at, real, CHANNELS, TAPS)
-    value_taps = _load_taps(qkv, ring, conv, values_at, there, CHANNELS, TAPS)
-    log_kept, beta = gates(a, b, decay, dt_bias, head, head)
+    query_taps = _load_taps(ring, conv, queries_at, real, CHANNELS, TAPS)
+    key_taps = _load_taps(ring, conv, keys_at, real, CHANNELS, TAPS)
+    value_taps = _load_taps(ring, conv, values_at, there, CHANNELS, TAPS)
+    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
     all_columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
-    weight = output_weights(z, norm, head * VALUE_DIM, all_columns, VALUE_DIM)
+    scale = tl.load(norm + all_columns, mask=all_columns < VALUE_DIM, other=0)
+    take_turn()
+    new_query = tl.load(qkv + queries_at, mask=real, other=0)
+    new_key = tl.load(qkv + keys_at, mask=real, other=0)
+    new_value = tl.load(qkv + values_at, mask=there, other=0)
+    log_kept, beta = gates(a, b, rate, bias, head)
+    weight = output_weights(z, scale, head * VALUE_DIM, all_columns, VALUE_DIM)
 
     slot = (position % TAPS).to(tl.int32)
-    query = _convolve(query_taps, slot, TAPS)
-    key = _convolve(key_taps, slot, TAPS)
-    value = _convolve(value_taps, slot, TAPS)
+    query = _convolve(new_query, query_taps, slot, TAPS)
+    key = _convolve(new_key, key_taps, slot, TAPS)
+    value = _convolve(new_value, value_taps, slot, TAPS)
     # The norms of query and key are factors of all reads with them, so no sum waits for another.
     queries, keys, both = tl.reduce((query * query, key * key, query * key), 0, _add3)
     query_scale, key_scale = tl.rsqrt(queries + 1e-6) * tl.rsqrt(KEY_DIM * 1.0), tl.rsqrt(keys + 1e-6)
@@ -285,6 +292,7 @@ def _step(
     read = (read * kept + both * written) * query_scale
 
     remembered = ring + slot * CHANNELS
+    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one of the blocks that share a key head stores its inputs
     tl.store(remembered + queries_at, new_query, mask=shared)
     tl.store(remembered + keys_at, new_key, mask=shared)
     tl.store(remembered + values_at, new_value, mask=there)
@@ -312,24 +320,23 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _load_taps(qkv, ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """Load the new input of some channels, the slots of the ring, and the weights of the convolution, the newest last."""
-    new = tl.load(qkv + channels, mask=real, other=0).to(tl.float32)
+def _load_taps(ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """Load the slots of the ring of some channels, and the weights of the convolution, the newest last."""
     past, weights = (), ()
     for tap in tl.static_range(TAPS):
         past = past + (tl.load(ring + tap * CHANNELS + channels, mask=real, other=0).to(tl.float32),)
         weights = weights + (tl.load(conv + channels * TAPS + tap, mask=real, other=0),)
-    return new, past, weights
+    return past, weights
 
 
 @triton.jit
-def _convolve(taps, slot, TAPS: tl.constexpr):
-    """SiLU of the convolution of the values of `_load_taps`; `slot` is where the new input belongs in the ring.
+def _convolve(new, taps, slot, TAPS: tl.constexpr):
+    """SiLU of the convolution of the new input of some channels; `taps` is what `_load_taps` returned for them.
 
-    No load waits for `slot`: the input of each age is selected among all slots.
+    `slot` is where the new input belongs in the ring. No load waits for it: the input of each age is selected among all slots.
     """
-    new, past, weights = taps
-    total = new * weights[TAPS - 1]
+    past, weights = taps
+    total = new.to(tl.float32) * weights[TAPS - 1]
     for age in tl.static_range(TAPS - 1):
         chosen = past[0]
         for tap in tl.static_range(1, TAPS):
@@ -339,18 +346,18 @@ def _convolve(taps, slot, TAPS: tl.constexpr):
 
 
 @triton.jit
-def gates(a, b, decay, dt_bias, head, at):
-    """Return (log of the decay, beta) of a value head; `at` is the index, or indices, of its a and b."""
-    x = tl.load(a + at).to(tl.float32) + tl.load(dt_bias + head)
+def gates(a, b, rate, bias, at):
+    """Return (log of the decay, beta) of value heads, given their `decay` and `dt_bias`. `at` is the place of their a and b."""
+    x = tl.load(a + at).to(tl.float32) + bias
     softplus = tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
-    return tl.load(decay + head) * softplus, tl.sigmoid(tl.load(b + at).to(tl.float32))
+    return rate * softplus, tl.sigmoid(tl.load(b + at).to(tl.float32))
 
 
 @triton.jit
-def output_weights(z, norm, first, columns, VALUE_DIM: tl.constexpr):
-    """Return the factor of the normalized reads of a value head: the norm's weight times SiLU of z, from `first` on."""
+def output_weights(z, scale, first, columns, VALUE_DIM: tl.constexpr):
+    """Return the factor of the normalized reads of a value head: the norm's weight `scale` times SiLU of z, from `first` on."""
     gate = tl.load(z + first + columns, mask=columns < VALUE_DIM, other=0).to(tl.float32)
-    return tl.load(norm + columns, mask=columns < VALUE_DIM, other=0) * gate * tl.sigmoid(gate)
+    return scale * gate * tl.sigmoid(gate)
 
 
 @triton.jit

@@ -177,7 +177,7 @@ def _prepare(
     t = chunk * CHUNK + rows
     slot = (tl.load(positions) % TAPS).to(tl.int32)
     row = tl.minimum(t, tokens - 1).to(tl.int64)
-    log_kept, beta = gates(a + row * a_row, b + row * b_row, decay, dt_bias, head, head)
+    log_kept, beta = gates(a + row * a_row, b + row * b_row, tl.load(decay + head), tl.load(dt_bias + head), head)
     log_kept = tl.where(t < tokens, log_kept, 0)  # tokens beyond the last leave the memory unchanged
     beta = tl.where(t < tokens, beta, 0)
     kept, whole = tl.cumsum(log_kept, 0), tl.sum(log_kept, 0)
@@ -291,7 +291,8 @@ def _norm(found, z, norm, output, z_row, VALUE_HEADS: tl.constexpr, VALUE_DIM: t
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = (token * VALUE_HEADS + head) * VALUE_DIM
     columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
-    weight = output_weights(z + token * z_row, norm, head * VALUE_DIM, columns, VALUE_DIM)
+    scale = tl.load(norm + columns, mask=columns < VALUE_DIM, other=0)
+    weight = output_weights(z + token * z_row, scale, head * VALUE_DIM, columns, VALUE_DIM)
     read = tl.load(found + first + columns, mask=columns < VALUE_DIM, other=0)
     out = normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty)
     tl.store(output + first + columns, out, mask=columns < VALUE_DIM)

@@ -159,7 +159,7 @@ class MoeStep(Kernel):
         return {
             "output": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
             "residual": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
-            "scores": torch.empty(shape.rows, dtype=shape.torch_dtype, device=device),
+            "scores": torch.empty(-(-shape.rows // 4) * 4, dtype=shape.torch_dtype, device=device),
             "x_codes": torch.empty(shape.hidden, dtype=torch.int8, device=device),
             "x_scales": torch.empty(shape.hidden // BLOCK, device=device),
             "x_sums": torch.empty(shape.hidden // BLOCK, device=device),
@@ -314,7 +314,7 @@ def _up(
     expert = tl.cast(0, tl.int32)
     if slot < TOP_K:
         take_turn()
-        expert = nth_expert(keys_of(scores, EXPERTS), slot, EXPERTS)
+        expert = nth_expert(keys_of(scores, EXPERTS, ""), slot, EXPERTS)
     parts = (codes, high, scales, offsets, steps)
     if USED > TOP_K:
         shared = (shared_codes, shared_high, shared_scales, shared_offsets, shared_steps)
@@ -373,7 +373,7 @@ def _down(
     base = tl.minimum(first_row, HIDDEN - EACH * BN)  # the last block is aligned to the end of the rows
     held = ()
     # The launch before the previous one wrote the scores. It is complete when this one starts.
-    chosen, shares = route(keys_of(scores, EXPERTS), scores, EXPERTS, TOP_K)
+    chosen, shares = route(keys_of(scores, EXPERTS, ".cg"), scores, EXPERTS, TOP_K)
     if USED > TOP_K:
         chosen = chosen + (tl.cast(0, tl.int32),)
         shares = shares + (tl.sigmoid(tl.load(scores + EXPERTS, cache_modifier=".cg").to(tl.float32)),)

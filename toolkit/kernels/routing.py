@@ -17,29 +17,38 @@ from toolkit.kernels.packed import to_codes
 
 
 @triton.jit
-def keys_of(scores, EXPERTS: tl.constexpr):
+def keys_of(scores, EXPERTS: tl.constexpr, CACHE: tl.constexpr):
     """Return the scores as integers that sort in the same order, 32 per piece; among equal scores the lowest number is largest.
 
-    The score is in the upper bits, the expert's number counted down in the lower ones. Every warp holds all of them. The loads
-    bypass the L1 cache, so that a launch can make them before its turn (see `_down`).
+    The score is in the upper bits, the expert's number counted down in the lower ones. Every warp holds all of them. `scores`
+    is aligned to 8 bytes and has room for a multiple of four.
+
+    All multiprocessors read the same few lines of the L2 cache at once, which answers them one after the other. So lanes load 8
+    bytes at a time, and blocks share what they load through the L1 cache (CACHE ""). A launch that loads before its turn must
+    bypass the L1 cache (".cg"), which may hold older scores.
     """
     NARROW: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth == 16
+    PER: tl.constexpr = 4 if NARROW else 2  # scores per word
+    WORDS: tl.constexpr = (EXPERTS + PER - 1) // PER
+    least = -2147483648 if NARROW else -9223372036854775808
+    pointer = scores.to(tl.pointer_type(tl.int64))
     keys = ()
-    for i in tl.static_range((EXPERTS + 31) // 32):
+    for i in tl.static_range((WORDS + 31) // 32):
         at = i * 32 + tl.arange(0, 32)
-        where = scores + (at if (i + 1) * 32 <= EXPERTS else tl.minimum(at, EXPERTS - 1))
-        score = tl.load(where, cache_modifier=".cg")
-        if NARROW:
-            key = score.to(tl.int16, bitcast=True).to(tl.int32)
-            key = tl.where(key == -32768, 0, key)  # -0 equals 0
-            key = ((key ^ ((key >> 31) & 0x7FFF)) << 16) | (0xFFFF - at)
-        else:
-            key = score.to(tl.int32, bitcast=True)
-            key = tl.where(key == -2147483648, 0, key)
-            key = ((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFF - at)
-        if (i + 1) * 32 > EXPERTS:
-            key = tl.where(at < EXPERTS, key, -2147483648 if NARROW else -9223372036854775808)
-        keys = keys + (key,)
+        words = tl.load(pointer + (at if (i + 1) * 32 <= WORDS else tl.minimum(at, WORDS - 1)), cache_modifier=CACHE)
+        for j in tl.static_range(PER):
+            number = at * PER + j
+            if NARROW:
+                key = (words >> (16 * j)).to(tl.int16).to(tl.int32)
+                key = tl.where(key == -32768, 0, key)  # -0 equals 0
+                key = ((key ^ ((key >> 31) & 0x7FFF)) << 16) | (0xFFFF - number)
+            else:
+                key = (words >> (32 * j)).to(tl.int32)
+                key = tl.where(key == -2147483648, 0, key)
+                key = ((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFF - number)
+            if (i + 1) * 32 * PER > EXPERTS:
+                key = tl.where(number < EXPERTS, key, least)
+            keys = keys + (key,)
     return keys
 
 
