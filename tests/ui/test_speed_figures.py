@@ -34,18 +34,22 @@ def drawn(record: dict[str, Any], *names: str) -> dict[str, Any]:
     return {**record, "rows": rows}
 
 
-def test_a_strategy_has_one_color_in_all_figures_of_a_page(tmp_path: Path) -> None:
+def test_a_strategy_has_one_color_and_symbol_in_all_figures_of_a_page(tmp_path: Path) -> None:
     few, own = drawn(RECORD, "whole-loop", "roundtrip"), drawn(RECORD, "its own loop")
     all_of_them = drawn(RECORD, *STRATEGIES, "another loop") | {"clock": "modelled"}
     page = write_speed_page([few, all_of_them, own], tmp_path / "page.html").read_text()
     parts = [part.partition("</script>")[0] for part in page.split('<script type="application/json">')[1:]]
     colors: dict[str, set[str]] = {}
+    symbols: dict[str, set[str]] = {}
     for trace in (trace for part in parts for trace in json.loads(part)["data"] if trace["name"][:6] != "limit:"):
         both = {trace["marker"]["color"], trace.get("line", trace["marker"])["color"]}
         colors.setdefault(trace["name"].partition(",")[0], set()).update(both)
+        symbols.setdefault(trace["name"].partition(",")[0], set()).add(trace["marker"]["symbol"].removesuffix("-open"))
     assert set(colors) == {*STRATEGIES, "its own loop", "another loop"}
     assert {len(found) for found in colors.values()} == {1}
     assert len(set.union(*colors.values())) == len(colors)
+    assert {len(found) for found in symbols.values()} == {1}
+    assert len(set.union(*symbols.values())) == len(symbols)
     for record in (few, all_of_them):  # as on pages of their own
         for trace in speed_figure(record).data:
             if (name := trace.name.partition(",")[0]) in STRATEGIES:

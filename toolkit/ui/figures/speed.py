@@ -20,6 +20,8 @@ Rates = Mapping[int, float]  # tokens per second by context
 
 # Each has a contrast of at least 3 to 1 with a white and with a dark page.
 COLORS = ("#8a8f98", "#b07a3c", "#c0508f", "#7d72d8", "#2e8fb0", "#3d7fe0", "#dd5f28", "#2c9c5b", "#a8860b", "#9a6fb0")
+# Symbols tell strategies apart where their colors look alike. The diamond is that of another engine.
+SYMBOLS = ("circle", "square", "triangle-up", "triangle-down", "cross", "x", "star", "pentagon", "hexagon", "hourglass")
 GAP = "#78879b"
 OTHER = "#a9662c"
 FAR = 5  # a limit that is as many times the fastest rate isn't drawn: it would flatten the rates
@@ -52,7 +54,7 @@ def speed_figure(
         below = [found["tok_per_s"] - min(found["tok_per_s_all"]) for _, found in points]
         figure.add_scatter(
             x=[context for context, _ in points], y=rates, name=f"{name}, {record['clock']}", mode="lines+markers",
-            marker=_marker(record, colors[name]),
+            marker=_marker(record, name, colors),
             line={"color": colors[name], "dash": "dot" if record["clock"] == "modelled" else "solid"},
             error_y={"type": "data", "array": above, "arrayminus": below, "visible": any(above) or any(below)},
             hovertemplate="%{x:,} tokens: %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
@@ -94,14 +96,14 @@ def roofline_figure(records: Sequence[Record]) -> go.Figure:
             x=[low, high], y=[rate / GiB / low, rate / GiB / high], mode="lines", line={"color": GAP, "dash": "dash"},
             name=f"limit: {bandwidth_text(rate)} of read bandwidth", hoverinfo="skip",
         )  # fmt: skip
-    for name, color in colors.items():
+    for name in colors:
         for clock in ("modelled", "measured"):
             mine = [point for point in points if point[2] == name and point[4]["clock"] == clock]
             texts = [f"{point[4]['model']}, {point[3]:,} tokens" for point in mine]
             if mine:
                 figure.add_scatter(
                     x=[point[0] for point in mine], y=[point[1] for point in mine], text=texts, mode="markers",
-                    name=f"{name}, {clock}", marker=_marker(mine[0][4], color),
+                    name=f"{name}, {clock}", marker=_marker(mine[0][4], name, colors),
                     hovertemplate="%{text}: %{x:.2f} GiB per token, %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
                 )  # fmt: skip
     rates = [point[1] for point in points]
@@ -190,5 +192,6 @@ def _color(n: int) -> str:
     return COLORS[n % len(COLORS)]
 
 
-def _marker(record: Record, color: str) -> dict[str, Any]:
-    return {"color": color, "size": 9, "symbol": "circle-open" if record["clock"] == "modelled" else "circle"}
+def _marker(record: Record, name: str, colors: Mapping[str, str]) -> dict[str, Any]:
+    symbol = SYMBOLS[list(colors).index(name) % len(SYMBOLS)]
+    return {"color": colors[name], "size": 9, "symbol": f"{symbol}-open" if record["clock"] == "modelled" else symbol}
