@@ -95,6 +95,16 @@ def test_pieces_of_gemma4_compute_what_the_model_computes():
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS)
 
 
+def test_contexts_beyond_that_of_the_package():
+    made = traced_package(tk.load("demo/qwen3", device="cpu", progress=False), 64)
+    with pytest.raises(ModelError, match=r"context of 65: the package was exported for contexts up to 64\. .*export the model"):
+        tokens(made, context=65)
+    with pytest.raises(ModelError, match=r"the context holds 16\. Shorten the prompt by 4 tokens, or give context=20$"):
+        tokens(made, list(range(20)), context=16)
+    with pytest.raises(ModelError, match=r"the context holds 16\. Shorten the prompt by 49 tokens$"):  # 65 is refused, too
+        tokens(made, list(range(65)), context=16)
+
+
 def test_a_package_is_copied_and_not_pickled():
     ours = tk.load("demo/qwen3", device="cpu", progress=False)
     made = traced_package(ours, CONTEXT)

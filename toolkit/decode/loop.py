@@ -369,7 +369,7 @@ def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -
     if prompt > room:
         found, asked = f"the context holds {room:,}", f"a prompt of {plural(prompt, 'token')}"
         do = f"Shorten the prompt by {plural(prompt - room, 'token')}"
-        do += "" if context is None else f", or give context={prompt:,}"
+        do += "" if context is None or prompt > most_positions(model) else f", or give context={prompt}"
         raise ModelError(asked, found, do, prompt=prompt, context=room)
     return room, min(new, room - prompt + 1)
 

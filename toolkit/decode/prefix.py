@@ -28,8 +28,11 @@ def check_context(model: Model, context: object) -> int:
     """Return `context` as an int. Raises ModelError unless the model has that many positions."""
     most = most_positions(model)
     if (found := integer(context, 1, most)) is None:
-        why = f"this model has positions for 1 to {most:,}"
-        raise ModelError(f"a context of {brief(context)}", why, "Give a number in this range")
+        why, do = f"this model has positions for 1 to {most:,}", "Give a number in this range"
+        if most < model.config.max_position_embeddings:
+            why = f"the package was exported for contexts up to {most:,}"
+            do = "Give a number from 1 to that, or export the model again with a larger context"
+        raise ModelError(f"a context of {brief(context)}", why, do)
     return found
 
 
