@@ -508,6 +508,21 @@ def test_a_model_described_in_plain_data_is_the_same_model(name, shard):
     assert (again.config, again.shard) == (model.config, shard)
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme", "wrong"),
+    [
+        ("demo/qwen3", None, {"head_dim": 0}), ("demo/qwen3", None, {"num_key_value_heads": 0}),
+        ("demo/gemma4", None, {"intermediate_sizes": []}), ("demo/gemma4", "q4_k_m", {"layer_types": ["x"]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_models_that_can_not_be_built(name, scheme, wrong):
+    plain = skeleton.to_plain(tk.load(name, device="cpu", progress=False, scheme=scheme))
+    plain["config"] = json.loads(json.dumps(plain["config"])) | wrong
+    with pytest.raises(ModelError, match=r"the model in a package's manifest: it can't be built"):
+        skeleton.from_plain(plain, None)
+
+
 @pytest.mark.parametrize("most", [3, 9, 10, 63, 512])
 def test_parts_cover_every_token_once(most):
     for count in range(1, 600):

@@ -66,7 +66,9 @@ def from_plain(plain: Mapping[str, Any], device: Device | None, layers: int | No
                     module.join()
     except ToolkitError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+    except (
+        LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, AssertionError, StopIteration,
+    ) as error:  # fmt: skip
         found = f"it can't be built ({type(error).__name__}: {error!s:.160})"
         raise ModelError("the model in a package's manifest", found, "Export the model again with this version") from error
     return model.requires_grad_(False).eval()
