@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.core.errors import PackageError
+from toolkit.core.errors import DeviceError, PackageError
 from toolkit.exporting import compiling
 from toolkit.exporting import package as folders
 
@@ -214,6 +214,11 @@ def test_on_another_device(package):
         tk.load_exported(package, "virtual:h200", trust=True, progress=False)
     with pytest.raises(tk.errors.UnknownNameError, match="device ''"):
         tk.load_exported(package, "", trust=True, progress=False)
+    for device in ("cuda:99", torch.device("cuda", 99)):
+        refused(package, r"on cuda:99: it was exported for the CPU\. Leave out device=", device=device, trust=True)
+    for device in (3, [], True):
+        with pytest.raises(DeviceError, match=r"^a device: an? \w+\. Give a name"):
+            tk.load_exported(package, device, trust=True, progress=False)
 
 
 def test_code_that_does_not_load(package, monkeypatch, loads, tmp_path):

@@ -18,7 +18,7 @@ from toolkit.exporting.pieces import LEAST, MOST, least_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
-from toolkit.gpu.opening import open_device
+from toolkit.gpu.opening import name_of, open_device
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.loader import check_ranks
 from toolkit.models.model import CausalLM
@@ -162,16 +162,18 @@ def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str |
         found = f"its code needs a processor with {target['vectors']}, this one has {here['vectors']}"
         raise PackageError(asked, found, "Export the model on this machine")
     exported = f"it was exported for {'the CPU' if target['device'] == 'cpu' else target.get('gpu', 'a CUDA GPU')}"
+    wanted = target["device"] if device is None else device
+    name = wanted.name if isinstance(wanted, Device) else name_of(wanted)
+    leave_out = "Leave out device=, or export the model for this device"
     try:
-        found_device = open_device(target["device"] if device is None else device)
+        found_device = open_device(wanted)
     except DeviceError as error:
-        raise PackageError(
-            asked, f"{exported}; {error.found}", "Load it on a machine with such a GPU, or export the model here"
-        ) from error
+        if target["device"] == "cpu":
+            raise PackageError(f"{asked} on {name}", exported, leave_out) from error
+        do = "Load it on a machine with such a GPU, or export the model here"
+        raise PackageError(asked, f"{exported}; {error.found}", do) from error
     if found_device.torch.type != target["device"]:
-        raise PackageError(
-            f"{asked} on {found_device.name}", exported, "Leave out device=, or export the model for this device"
-        )
+        raise PackageError(f"{asked} on {found_device.name}", exported, leave_out)
     card = find_card(found_device)
     if card is not None and card.facts.compute_capability != target.get("capability"):
         has = f"{card.spec.name} has {card.facts.compute_capability}"
