@@ -199,9 +199,12 @@ def test_the_weights_are_there_once_and_mapped(exported, model, loaded):
 def test_a_relative_path_is_loaded_from_another_folder(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = tk.export(model, "made", context=CONTEXT, progress=False)
+    monkeypatch.chdir("made")
+    here = tk.load_exported(".", progress=False)
     monkeypatch.chdir("/")
-    assert made.path == tmp_path / "made"
-    assert tokens(made.load()) == tokens(model)
+    assert made.path == here.package == tmp_path / "made"
+    assert tk.plan(here, "h200").model == "made"
+    assert tokens(made.load()) == tokens(here) == tokens(model)
 
 
 def test_another_context_compiles_nothing_and_writes_no_weights(exported, model, package):

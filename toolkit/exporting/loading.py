@@ -70,7 +70,7 @@ def load_exported(
     if "tokenizer.json" in files:
         model.tokenizer = tokenizers.from_bytes(data["tokenizer.json"], f"package {folder}")
     runs = {name: compiling.load_piece(held, target.torch) for name, held in data.items() if name.startswith("methods/")}
-    return Exported(model, folder, manifest, runs)
+    return Exported(model, Path(os.path.abspath(folder)), manifest, runs)  # stays right after a change of folder
 
 
 def _folder_of(folder: Path, shard: Shard) -> Path:

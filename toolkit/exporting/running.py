@@ -24,8 +24,8 @@ Run = Callable[[list[Tensor]], list[Tensor]]  # the compiled code of a piece for
 class Exported:
     """An exported model, which `tk.generate` and `tk.compare` accept like a loaded one.
 
-    `context` is the longest sequence that its caches hold, `kv` their format, and `package` the package's folder. Prefill and
-    decode share one copy of the weights. `model(ids)` runs the uncompiled model on these weights.
+    `context` is the longest sequence that its caches hold, `kv` their format, and `package` the package's absolute path.
+    Prefill and decode share one copy of the weights. `model(ids)` runs the uncompiled model on these weights.
     """
 
     def __init__(self, model: CausalLM, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
