@@ -266,7 +266,8 @@ def test_what_this_process_made_is_trusted_where_the_cache_can_not_be_written(ex
     own = folders.read_manifest(exported.path)[1]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "cache"))
-    folders.remember(own)
+    with pytest.warns(UserWarning, match=r"only with trust=True: .*Set TOOLKIT_CACHE to a writable folder"):
+        folders.remember(own)
     assert folders.made_here(own)
     assert not folders.made_here("another")
     exported.load()

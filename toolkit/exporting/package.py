@@ -21,6 +21,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 from filelock import FileLock, Timeout
 from msgspec import Meta
 
+from toolkit.core.callers import warn
 from toolkit.core.distributed import Shard
 from toolkit.core.errors import PackageError
 from toolkit.core.files import TEMPORARY, open_regular, read_regular, replacing
@@ -389,12 +390,14 @@ _made_by_this_process: set[str] = set()
 
 
 def remember(own: str) -> None:
-    """Record that this user made the package whose manifest has the hash `own`."""
+    """Record that this user made the package whose manifest has the hash `own`. Warns if the record can't be written."""
     _made_by_this_process.add(own)  # works even if the cache folder can't be written
-    with suppress(OSError):
+    try:
         _made_here().parent.mkdir(parents=True, exist_ok=True)
         with open(_made_here(), "a") as file:
             file.write(f"\n{own}\n")  # the last line may be incomplete if a process was killed while it wrote it
+    except OSError as error:
+        warn(f"Other processes load this package only with trust=True: {error}. Set TOOLKIT_CACHE to a writable folder.")
 
 
 def made_here(own: str) -> bool:
