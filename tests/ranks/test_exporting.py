@@ -78,6 +78,15 @@ def test_packages_for_other_ranks(ranks: Ranks, exported: Package, tmp_path: Pat
         tk.export("demo/qwen3", tmp_path, tensor_parallel=2, **OPTIONS)
 
 
+def test_parts_of_two_exports(ranks: Ranks, exported: Package, tmp_path: Path) -> None:
+    copy = shutil.copytree(exported.path, tmp_path / "copy")
+    manifest, _ = package.read_manifest(copy / "rank-1-of-2")
+    package.finish(copy / "rank-1-of-2", manifest | {"made": "2026-01-01T00:00:00+00:00"})
+    for error in ranks.run(2, programs.loads_package, str(copy)):
+        assert "the export time of rank 1 differs from rank 0's" in str(error)
+        assert str(error).endswith("perhaps because one was interrupted. Export the model again")
+
+
 def test_what_can_not_be_exported_for_ranks(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="it was loaded whole"):
         tk.export(tk.load("demo/qwen3", "cpu", progress=False), tmp_path, tensor_parallel=2, **OPTIONS)

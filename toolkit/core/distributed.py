@@ -156,8 +156,10 @@ def latest(time_ns: int) -> int:
     return int(gather(torch.tensor(time_ns, device="cpu")).max())
 
 
-def check_same(shard: Shard, asked: str, **facts: object) -> None:
-    """Raise RankError, which names the first fact that differs, unless all ranks pass the same `facts`.
+def check_same(
+    shard: Shard, asked: str, do: str = "Run the same program with the same arguments on each rank", /, **facts: object
+) -> None:
+    """Raise RankError, which names the first fact that differs and says what to `do`, unless all ranks pass the same `facts`.
 
     Facts are compared by their repr. Ranks that differ would otherwise wait for each other, or compute nonsense.
     """
@@ -171,9 +173,7 @@ def check_same(shard: Shard, asked: str, **facts: object) -> None:
         others = [rank for rank in range(shard.ranks) if not torch.equal(rows[rank, i], rows[0, i])]
         if others:
             found = f"{name} of rank {others[0]} differs from rank 0's; here it is {brief(fact)}"
-            raise RankError(
-                f"{asked} on {shard.ranks} ranks", found, "Run the same program with the same arguments on each rank"
-            )
+            raise RankError(f"{asked} on {shard.ranks} ranks", found, do)
 
 
 @contextmanager

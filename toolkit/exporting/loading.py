@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from toolkit.core.distributed import Shard, join
+from toolkit.core.distributed import Shard, check_same, join
 from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError, brief
 from toolkit.core.files import check_path, shown
 from toolkit.exporting import compiling, package, skeleton, weights
@@ -57,7 +57,9 @@ def load_exported(
         do = "If you trust its author and the way it was transferred: tk.load_exported(path, trust=True)"
         raise PackageError(f"package {folder}", found, do)
     target = _check_target(folder, manifest, device)
-    check_ranks(shard, f"package {folder.parent}", target, made=manifest.get("made"))
+    check_ranks(shard, f"package {folder.parent}", target)
+    again = "The parts are of different exports, perhaps because one was interrupted. Export the model again"
+    check_same(shard, f"loading package {folder.parent}", again, **{"the export time": manifest.get("made")})
     watch = Watch(f"loading {folder}", progress, None)
     files = manifest["files"]
     weights_name = next(name for name in files if name.startswith("weights-"))
