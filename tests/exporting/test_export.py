@@ -347,6 +347,12 @@ def test_what_it_takes_was_foreseen(exported):
     assert exported.manifest["plan"]["budget_bytes"] is None
 
 
+def test_the_name_of_a_model_loaded_from_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(tk.__file__).parent / "demo" / "qwen3")
+    with pytest.raises(tk.BudgetError, match=r"^exporting the model within"):
+        tk.export(tk.load(".", device="cpu", progress=False), tmp_path / "out", budget="16 MiB", context=64, progress=False)
+
+
 def test_a_budget_below_the_floor_is_refused_before_any_work(model, tmp_path):
     with pytest.raises(tk.BudgetError, match="Use a budget of at least"):
         tk.export(model, tmp_path / "out", budget="16 MiB", context=64, progress=False)
@@ -370,6 +376,8 @@ def test_what_can_not_be_exported(model, tmp_path):
             tk.export(other, tmp_path / "out")
     with pytest.raises(DeviceError, match="packages don't run on virtual GPUs"):
         tk.export(model, tmp_path / "out", device="virtual:h200")
+    with pytest.raises(DeviceError, match=r"'h200': the exporting device is virtual:h200, .*Pass device=\"cpu\", too"):
+        tk.export(model, tmp_path / "out", device="virtual:h200", target="h200")
     with pytest.raises(tk.errors.UnknownNameError, match="GPU ''"):
         tk.export(model, tmp_path / "out", target="")
     assert not (tmp_path / "out").exists()

@@ -366,7 +366,7 @@ def _manifest(
 
 
 def _name(model: CausalLM) -> str:
-    return Path(getattr(getattr(model, "report", None), "source", "") or "the model").name
+    return Path(getattr(getattr(model, "report", None), "source", "")).name or "the model"  # the source may be "."
 
 
 def _ranks(model: object, tensor_parallel: object) -> int:
@@ -393,8 +393,11 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
         device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_device(device)
     if found.torch.type not in ("cpu", "cuda"):
+        if target is not None:
+            has = f"the exporting device is {found.name}, and exports don't use virtual GPUs"
+            raise DeviceError(f"an export for {brief(target)}", has, 'Pass device="cpu", too: an export needs no GPU')
         do = 'Use device="cpu" for a package that runs here, or tk.plan to see how much memory an export takes on a GPU'
-        raise DeviceError(f"an export for {target or found.name}", "packages don't run on virtual GPUs", do)
+        raise DeviceError(f"an export for {found.name}", "packages don't run on virtual GPUs", do)
     card = find_card(found if target is None else target)
     if card is None:
         return found, None
