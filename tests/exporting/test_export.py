@@ -332,6 +332,22 @@ def test_progress_names_every_phase(model, tmp_path):
     assert "compile" in repr(made)
 
 
+@pytest.mark.parametrize("step", ["layers.", "weights-"])
+def test_errors_of_the_progress_function_are_passed_on(model, package, monkeypatch, step):
+    """While a layer is traced, and while the file of weights in the package is checked."""
+    monkeypatch.setattr("toolkit.core.progress.REPORTS_PER_S", 1e9)
+    error = ConnectionResetError(104, "my server closed the connection")
+
+    def report(now, share, item):
+        if item.startswith(step):
+            raise error
+
+    with pytest.raises(ConnectionResetError) as caught:
+        tk.export(model, package, context=CONTEXT, progress=report)
+    assert caught.value is error
+    tk.load_exported(package, progress=False)
+
+
 def test_a_name_is_loaded_first(exported, tmp_path, monkeypatch):
     monkeypatch.setattr("toolkit.core.progress.REPORTS_PER_S", 1e9)
     seen = []

@@ -165,7 +165,7 @@ def _export(
     looked_at = describe(model, scheme, dtype, shard=shard) if isinstance(model, str | os.PathLike) else model
     foreseen = _planned([looked_at], model, card, budget, context, kv)
     context, most = foreseen.context, foreseen.budget_bytes
-    with package.locked(folder), ExitStack() as held:
+    with package.locked(folder, watch.raised), ExitStack() as held:
         loaded = looked_at
         if isinstance(model, str | os.PathLike):
             with watch.phase("load"):

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
@@ -144,10 +144,11 @@ def check_parts(folder: Path, ranks: int) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, passed_on: Callable[[OSError], bool] = lambda error: False) -> Iterator[None]:
     """Create the folder if necessary and lock it, so that one export at a time writes into it.
 
-    Raises PackageError if another export holds the lock, the folder can't be written, or it contains other files.
+    Raises PackageError if another export holds the lock, the folder can't be written, or it contains other files. An OSError
+    of the block means that the folder can't be written, unless it is to be `passed_on` unchanged.
     """
     asked = f"an export into {folder}"
     try:
@@ -166,6 +167,8 @@ def locked(folder: Path) -> Iterator[None]:
         found = "another export into this folder is running"
         raise PackageError(asked, found, "Wait until it ends, cancel it, or choose another folder") from error
     except OSError as error:
+        if passed_on(error):
+            raise
         raise cant_write(asked, folder, error) from error
 
 
@@ -361,11 +364,17 @@ def verify(folder: Path, name: str, file: BinaryIO, expected: Mapping[str, Any],
     with _readable(folder):
         _check_size(folder, name, os.fstat(file.fileno()).st_size, expected)
         file.seek(0)
-        while n := file.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(buffer[:n])
-            step(n, name)
+    while n := _read(folder, file, buffer):
+        digest.update(buffer[:n])
+        step(n, name)  # may raise an OSError of the caller's own
     if digest.hexdigest() != expected["sha256"]:
         raise _changed(folder, name, "its SHA-256 hash is not the one in the manifest")
+
+
+def _read(folder: Path, file: BinaryIO, buffer: memoryview) -> int:
+    with _readable(folder):
+        n: int = file.readinto(buffer)  # type: ignore[attr-defined]
+        return n
 
 
 def _check_size(folder: Path, name: str, size: int, expected: Mapping[str, Any]) -> None:

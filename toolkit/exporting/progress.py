@@ -36,6 +36,7 @@ class Watch(Reporter):
         self.pieces: list[dict[str, Any]] = []
         self.device = device
         self._phase = ""
+        self._raised = 0  # the id of an error: a reference would be a cycle, which keeps the model
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -58,7 +59,15 @@ class Watch(Reporter):
         """Report that `share` of the phase is done and that `item` is next. Raises CancelledError once `cancel` is set."""
         position = f"{self._phase}, {100 * share:.0f} %"
         ended = always and share == 1.0
-        self.report((self._phase, share, item), share, position, item, phase=self._phase, always=always, end=ended)
+        try:
+            self.report((self._phase, share, item), share, position, item, phase=self._phase, always=always, end=ended)
+        except OSError as error:
+            self._raised = id(error)
+            raise
+
+    def raised(self, error: OSError) -> bool:
+        """Return whether the function `progress` raised this error, and not a file of the export."""
+        return id(error) == self._raised
 
     def count(self, done: int, total: int, name: str) -> None:
         """Report that `done` of `total` are done, as `tk.load` does for a download and then for the load."""
