@@ -65,7 +65,7 @@ def load_exported(
     weights_name = next(name for name in files if name.startswith("weights-"))
     with watch.phase("verify"):
         data = {name: package.verified(folder, name, entry) for name, entry in files.items() if name != weights_name}
-    model = skeleton.from_plain(manifest["model"], target, len(manifest["pieces"]) - 1)
+    model = _build(folder, manifest, target)
     _check_fits(folder, manifest, model)
     with watch.phase("weights"):
         _fill(model, folder, weights_name, files[weights_name], target.torch, watch)
@@ -83,6 +83,15 @@ def _folder_of(folder: Path, shard: Shard) -> Path:
         found = f"it was exported for {ranks} {'ranks' if ranks > 1 else 'rank'}, and this is {shard}"
         raise PackageError(f"package {folder}", found, f"Load it with tensor_parallel={ranks}{start}")
     return folder / package.part_name(shard) if shard.ranks > 1 else folder
+
+
+def _build(folder: Path, manifest: dict[str, Any], device: Device) -> CausalLM:
+    """Build the model that a manifest describes. Raises PackageError if it can't be built."""
+    try:
+        return skeleton.from_plain(manifest["model"], device, len(manifest["pieces"]) - 1)
+    except ToolkitError as error:
+        found = f"{error.asked}: {error.found}. Toolkit {manifest['versions']['toolkit']:.20} wrote the package"
+        raise PackageError(f"package {folder}", found, "Export the model again with this version") from error
 
 
 def _check_fits(folder: Path, manifest: dict[str, Any], model: CausalLM) -> None:
