@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import aot_function, nop
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.serialization import config
 
 from toolkit.gpu.opening import open_device
@@ -623,6 +624,17 @@ class TestTransforms:
         found.sum().backward()
         assert torch.equal(found.detach().cpu(), layer(ones(2, 3)).detach().cpu())
         assert layer.weight.grad.device.type == "vgpu"
+
+    @pytest.mark.parametrize("fullgraph", [True, False])
+    def test_the_cpu_still_compiles(self, fullgraph):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        layer = nn.Linear(3, 3)
+        program = torch.compile(lambda x: layer(x).sin().sum(), backend=counter, fullgraph=fullgraph)
+        program(torch.ones(2, 3)).backward()
+        assert torch.equal(program(torch.ones(2, 3)), layer(torch.ones(2, 3)).sin().sum())
+        assert layer.weight.grad.shape == (3, 3)
+        assert counter.frame_count == 1
 
     @pytest.mark.parametrize("above", [0, 2])
     @pytest.mark.parametrize("where", ["cpu", "vgpu"])

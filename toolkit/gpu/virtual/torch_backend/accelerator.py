@@ -15,6 +15,7 @@ import weakref
 from typing import Any, ClassVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from toolkit.gpu.virtual.host_kernels import generators
 from toolkit.gpu.virtual.torch_backend import module as vgpu_module
@@ -102,7 +103,11 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
 def install() -> None:
     """Replace the classes and functions of torch, in all threads of this process."""
     torch.Stream, torch.Event, torch.Generator = Stream, Event, Generator  # type: ignore[misc, assignment]
+    # Compiled code for the CPU calls some of these functions, and torch.compile must not compile them in turn. As
+    # torch.compiler.disable, which would import the compiler.
+    never = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for module in (torch.accelerator, torch.accelerator.memory):
         for name in _FUNCTIONS:
             if hasattr(module, name):
                 setattr(module, name, getattr(vgpu_module, name))
+                set_code_exec_strategy(getattr(vgpu_module, name).__code__, never)
