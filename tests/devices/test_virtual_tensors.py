@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from functorch.compile import aot_function, nop
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.serialization import config
 
 from toolkit.gpu.opening import open_device
@@ -650,6 +651,19 @@ class TestTransforms:
         program = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True)
         assert torch.equal(program(torch.ones(3)), torch.ones(3).sin())
         assert torch.equal(torch.cond(torch.tensor(False), torch.sin, torch.cos, (torch.ones(3),)), torch.ones(3).cos())
+
+    def test_make_fx_records_operations_with_tensors_from_outside(self):
+        layer, other = nn.Linear(3, 3).to("vgpu"), torch.arange(3.0).to("vgpu")
+
+        def program(x):
+            return layer(x).add_(other) * other
+
+        assert torch.equal(make_fx(program)(ones(2, 3))(ones(2, 3) * 2), program(ones(2, 3) * 2))
+
+    def test_linearize(self):
+        value, derivative = torch.func.linearize(torch.sin, torch.arange(3.0).to("vgpu"))
+        assert value.tolist() == torch.arange(3.0).sin().tolist()
+        assert derivative(ones(3) * 2).tolist() == (torch.arange(3.0).cos() * 2).tolist()
 
     def test_aot_autograd(self, gpu):
         x = ones(2, requires_grad=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 
 from toolkit.gpu.virtual.tensor import VirtualTensor
 
@@ -92,3 +93,5 @@ def install() -> None:
     nn.Parameter.__new__ = staticmethod(_parameter)  # type: ignore[method-assign, assignment]
     VirtualTensor.__new__ = lambda _, *args, **kwargs: torch.Tensor(*args, **kwargs)  # type: ignore[method-assign, assignment]
     VirtualTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
+    # Otherwise, make_fx would record an operation with a tensor from outside of the function as a constant.
+    proxy_tensor.HANDLED_TYPES += (VirtualTensor, on_device(nn.Parameter))  # type: ignore[assignment]
