@@ -15,6 +15,7 @@ from functorch.compile import aot_function, nop
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.serialization import config
 
 from toolkit.gpu.opening import open_device
@@ -275,6 +276,28 @@ class TestSubclasses:
 
         with pytest.raises(TypeError, match="the virtual GPU does not support Traced, a subclass of Tensor with"):
             ones(2).as_subclass(Traced)
+
+    def test_a_class_that_wraps_tensors_handles_its_operations(self, gpu):
+        def unwrapped(tree):
+            return tree_map_only(Halved, lambda x: x.stored * 2, tree)
+
+        class Halved(torch.Tensor):
+            @staticmethod
+            def __new__(cls, stored):
+                return torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=stored.device)
+
+            def __init__(self, stored):
+                self.stored = stored
+
+            @classmethod
+            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+                return func(*unwrapped(args), **unwrapped(kwargs or {}))
+
+        weight = Halved(torch.arange(6.0).view(2, 3).to("vgpu"))
+        with gpu.record() as trace:
+            found = torch.cat((F.linear(ones(1, 3), weight), torch.mv(weight, ones(3))[None], (ones(3) * weight).sum(1)[None]))
+        assert found.tolist() == [[6.0, 24.0]] * 3
+        assert trace.is_kind("kernel").sum() == 11  # 3 times ones and "* 2"; 2 products, "*" and sum; cat
 
 
 class TestFactories:

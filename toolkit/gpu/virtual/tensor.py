@@ -42,6 +42,9 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        for other in types:  # a wrapper class of the user handles the operation; nested tensors are refused
+            if not issubclass(other, VirtualTensor) and other.__name__ != "NestedTensor":
+                return NotImplemented
         try:
             return VirtualTensor.run(func, args, kwargs or {})
         except torch.OutOfMemoryError as error:
