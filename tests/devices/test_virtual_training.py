@@ -82,6 +82,25 @@ def test_accumulating_and_assigning_gradients():
     assert x.grad.tolist() == [7, 7, 7]
 
 
+@pytest.mark.parametrize("start", [lambda y, g: y.backward(g), lambda y, g: torch.autograd.grad(y, y, g)])
+def test_a_gradient_on_another_device_is_refused(start):
+    there, here = torch.ones(2, device="vgpu", requires_grad=True), torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="invalid gradient at index 0 - expected device vgpu:0 but got cpu"):
+        start(there * 2, torch.ones(2))
+    with pytest.raises(RuntimeError, match="invalid gradient at index 0 - expected device cpu but got vgpu:0"):
+        start(here * 2, torch.ones(2, device="vgpu"))
+    assert there.grad is here.grad is None
+
+
+def test_a_gradient_without_dimensions_is_copied_to_the_device(gpu):
+    x = torch.ones((), device="vgpu", requires_grad=True)
+    with gpu.record() as trace:
+        (x * 2).backward(torch.tensor(3.0))
+    assert x.grad.device == x.device
+    assert x.grad.item() == 6
+    assert trace.is_kind("h2d").sum() == 1
+
+
 def test_in_place_on_a_view_in_the_graph():
     x = torch.ones(4, device="vgpu", requires_grad=True)
     y = x * 1

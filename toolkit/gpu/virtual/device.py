@@ -50,6 +50,7 @@ from toolkit.gpu.virtual.torch_backend import (
     pinned,
     recurrent,
     rms_norm,
+    root_gradients,
     sparse,
     storage,
     subclasses,
@@ -286,5 +287,6 @@ def _register() -> None:
     flex_attention.install()
     parallel.install()
     conditions.install()
+    root_gradients.install()
     for types in (of_optimizers, of_gradients):  # optimizers work on lists of tensors, as on CUDA
         types.extend((tensor.VirtualTensor, subclasses.on_device(nn.Parameter)))
