@@ -472,6 +472,15 @@ class TestReading:
         assert torch.bincount(x).tolist() == [1, 1, 0, 2]
         assert torch.equal(x, x.clone())
 
+    @pytest.mark.parametrize("function", ["zeta", "xlog1py", "hermite_polynomial_h", "shifted_chebyshev_polynomial_t"])
+    def test_special_functions_of_a_number(self, gpu, function):
+        x, function = torch.tensor([1.25, 2.0, 3.0]), getattr(torch.special, function)
+        with gpu.record() as trace:
+            found = function(x.to("vgpu"), 3), function(1.25, x.to("vgpu")), function(x.to("vgpu"), 3, out=ones(3))
+        expected = function(x, 3), function(1.25, x), function(x, 3)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+        assert trace.is_kind("kernel").sum() == 4  # and ones
+
     def test_types_the_cpu_lacks(self):
         assert torch.histc(torch.arange(10, device="vgpu"), 5).tolist() == [2, 2, 2, 2, 2]
         assert torch.median(torch.tensor([True, False, True], device="vgpu")).item() is True
