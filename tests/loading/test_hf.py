@@ -15,6 +15,7 @@ import torch
 import toolkit as tk
 from toolkit.core.errors import FormatError, HubError, ModelError, RecorderError, ToolkitError, UnknownNameError
 from toolkit.decode.compare import decode_steps
+from toolkit.decode.prefix import Prefix
 from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import strategies_of
 from toolkit.loading import huggingface as hf
@@ -269,6 +270,24 @@ def test_memory_is_given_back():
         gc.collect()
         assert wrapped.device.memory().allocated_bytes == before
         assert run.tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_per_layer", "qwen3_5_moe"])
+def test_every_run_from_a_prefix_has_the_tokens_of_a_run_without(name):
+    wrapped = hf.wrap(build(name), "virtual:h200")
+    expected = tk.generate(wrapped, PROMPT, max_new_tokens=N).tokens
+    gc.collect()
+    before = wrapped.device.memory().allocated_bytes
+    prefix = Prefix(wrapped, PROMPT[:-3], 64)
+    assert repr(prefix) == "Prefix(16 tokens in HfCache(3 layers, 16 of 64 positions filled))"
+    for strategy in ("double-buffered", "host-sampling", "double-buffered"):
+        assert tk.generate(wrapped, PROMPT, strategy, prefix=prefix, max_new_tokens=N).tokens == expected
+    prefix.free()
+    assert repr(prefix) == "Prefix(16 tokens in HfCache(freed))"
+    gc.collect()
+    assert wrapped.device.memory().allocated_bytes == before
+    with pytest.raises(ModelError, match="rollback to 4: checkpoints: none"):
+        wrapped.new_cache(8).rollback(4)
 
 
 def test_context_and_records():

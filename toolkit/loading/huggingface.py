@@ -30,6 +30,7 @@ from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
+from toolkit.loading.huggingface_cache import HfCache
 from toolkit.loading.report import Report
 from toolkit.models.cache import Cache, check_room
 from toolkit.models.costs import Shown
@@ -337,21 +338,6 @@ class Rows(nn.Module):
             for t in tensors
         }
         return copy.deepcopy(self, there)
-
-
-class HfCache(Cache):
-    """A StaticCache of transformers, which counts positions itself, and the slot indices for a prefill."""
-
-    def __init__(self, config: Any, context: int, device: torch.device) -> None:
-        from transformers import StaticCache
-
-        super().__init__(torch.arange(context, device=device), {})
-        self.inner = StaticCache(config=config, max_cache_len=context)
-
-    def free(self) -> None:
-        """Free the device memory now, even if a traceback keeps this object alive."""
-        self.inner.layers.clear()
-        super().free()
 
 
 class _CancelledError(Exception):
