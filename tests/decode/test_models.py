@@ -16,6 +16,7 @@ import torch
 import toolkit as tk
 from toolkit.core.errors import ModelError
 from toolkit.decode.compare import decode_steps
+from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import strategies_of
 from toolkit.gpu.opening import open_device
 from toolkit.models import gemma4
@@ -87,6 +88,21 @@ def test_same_tokens_on_the_cpu_whatever_the_chunks(name, options):
     for chunk in (1, 7, 53):
         run = tk.generate(model, prompt, "double-buffered", record=False, prefill_chunk=chunk, **options)
         assert run.tokens == reference, f"prefill in chunks of {chunk}"
+
+
+@models
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_autocast_around_a_run_changes_nothing(name, device):
+    model = model_on(name, device)
+    prompt = prompt_of(model, 12)
+    exact = tk.generate(model, prompt, record=False, **PLAIN).tokens
+    with torch.autocast(model.device.torch.type, dtype=torch.bfloat16):
+        for strategy in strategies_of(model):
+            assert tk.generate(model, prompt, strategy, record=False, **PLAIN).tokens == exact, strategy
+        prefix = Prefix(model, prompt[:-2], 64)
+        assert torch.is_autocast_enabled(model.device.torch.type)
+    assert tk.generate(model, prompt, prefix=prefix, record=False, **PLAIN).tokens == exact
+    prefix.free()
 
 
 @models

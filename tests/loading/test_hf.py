@@ -272,6 +272,17 @@ def test_memory_is_given_back():
         assert run.tokens
 
 
+def test_autocast_around_a_run_is_for_its_own_generate():
+    model = build("llama")
+    wrapped, expected = hf.wrap(model, "cpu"), reference(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lower = reference(model)
+        for strategy in strategies_of(wrapped):
+            tokens = tk.generate(wrapped, PROMPT, strategy, max_new_tokens=N).tokens
+            assert tokens == (lower if strategy == "hf-generate" else expected), strategy
+    assert lower != expected
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma4_per_layer", "qwen3_5_moe"])
 def test_every_run_from_a_prefix_has_the_tokens_of_a_run_without(name):
     wrapped = hf.wrap(build(name), "virtual:h200")

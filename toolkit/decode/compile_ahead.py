@@ -63,7 +63,8 @@ def compile_ahead(
     missing = {kinds: tokens for kinds, tokens in asked.items() if kinds not in done}
     if not missing or prompt > context:
         return
-    with model.device.unrecorded(), torch.no_grad(), _current(model.device.torch):
+    autocast = torch.autocast(model.device.torch.type, enabled=False)  # as `generate` does
+    with model.device.unrecorded(), torch.no_grad(), autocast, _current(model.device.torch):
         first = next(model.parameters())
         if altered(model) or not on_gpu(first) or not direct(first):
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any
@@ -96,6 +96,8 @@ def generate(
         record: Whether to record a trace, which makes the run slower.
         lines: Whether to record the source line of each copy, which costs time, too.
 
+    The model computes in its own dtype, also inside of `torch.autocast`, which only "hf-generate" follows.
+
     Returns the text, its tokens, the rate and the trace. For example, `tk.generate(model, "Once").copies()` is a table of the
     copies of each step.
 
@@ -144,7 +146,8 @@ def generate(
         compile_ahead(model, rest, chunk, context, prefix.kv if prefix is not None else kv, limit > 1, cancel)
         request = _Request(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, request, cancel, fallen), strategy.readback == "overlap"
-    with recording as trace, torch.no_grad(), _few_threads(model), closing(learnt):
+    autocast = nullcontext() if isinstance(strategy, OwnLoop) else torch.autocast(device.torch.type, enabled=False)
+    with recording as trace, torch.no_grad(), autocast, _few_threads(model), closing(learnt):
         for token, at_ns in learnt:
             check_token(token, len(known_ns))
             known_ns.append(at_ns)

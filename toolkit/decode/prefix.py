@@ -67,7 +67,7 @@ class Prefix:
         compile_ahead(model, len(self.ids), chunk, context, kv, decodes=False)
         self.kept_bytes: int | None = None  # None before the first run
         self._lock, self._freed = threading.Lock(), False
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(model.device.torch.type, enabled=False):  # as `generate` does
             self.cache = model.new_cache(context, kv)
             try:
                 stop = 0
