@@ -261,6 +261,46 @@ def test_the_models_own_error_leaves_all_as_it_was():
     assert len(tk.generate(wrapped, PROMPT, "hf-generate", max_new_tokens=3).tokens) == 3
 
 
+def test_its_own_generate_beside_other_threads():
+    wrapped = hf.wrap(build("llama"), "cpu")
+    config, expected = wrapped.inner.generation_config, tk.generate(wrapped, PROMPT, max_new_tokens=N).tokens
+    begun, go_on = threading.Event(), threading.Event()
+    found = []
+
+    def generate(**options):
+        found.append(tk.generate(wrapped, PROMPT, "hf-generate", record=False, **{"max_new_tokens": N, **options}))
+
+    def hold(*_):
+        if threading.current_thread() is first and not begun.is_set():
+            begun.set()
+            assert go_on.wait(20)
+
+    first, cancel = threading.Thread(target=generate), threading.Event()
+    second = threading.Thread(target=generate, kwargs={"cancel": cancel})
+    with wrapped.inner.get_input_embeddings().register_forward_pre_hook(hold):
+        first.start()
+        assert begun.wait(20)
+        assert tk.generate(wrapped, PROMPT, max_new_tokens=N, record=False).tokens == expected
+        second.start()
+        cancel.set()
+        second.join(20)
+        assert [(run.tokens, run.stop_reason) for run in found] == [((), "cancelled")]
+        go_on.set()
+        first.join(20)
+    assert found.pop().tokens == expected
+
+    drawn = {"temperature": 0.9, "seed": 3, "max_new_tokens": 30}
+    generate(**drawn)
+    threads = [threading.Thread(target=generate, kwargs=drawn) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 5
+    assert len({run.tokens for run in found[1:]}) == 1
+    assert wrapped.inner.generation_config is config
+
+
 def test_memory_is_given_back():
     wrapped = hf.wrap(build("llama"), "virtual:h200")
     gc.collect()

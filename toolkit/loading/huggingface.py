@@ -37,6 +37,8 @@ from toolkit.models.costs import Shown
 from toolkit.text import tokenizer as tokenizers
 
 HF_GENERATE = "hf-generate"
+POLL_S = 0.1  # between looks at `cancel`
+_alone = threading.RLock()  # of a thread in `hf_generate`, which sets a model's generation_config and torch's generator
 _OTHERWISE = "Use fewer ranks, or leave out engine for a model that the toolkit has"
 
 
@@ -285,8 +287,22 @@ class HfModel(Shown):
 
         A streamer would add a copy to every step, so tokens are yielded only at the end. A step begins with its forward pass;
         preparing its inputs counts as part of the previous step. Sampling uses torch's seeded generator, so it draws other
-        tokens than the toolkit's strategies. The model's own generation_config is ignored.
+        tokens than the toolkit's strategies. The model's own generation_config is ignored. If another thread runs this loop,
+        with any model, this one waits for it.
         """
+        while not _alone.acquire(timeout=POLL_S):
+            if cancel.is_set():
+                return
+        try:
+            tokens, known_ns = self._generate(ids, limit, sampling, ends, cancel)
+        finally:
+            _alone.release()
+        yield from zip(map(int, tokens.tolist()), known_ns, strict=False)
+
+    def _generate(
+        self, ids: Sequence[int], limit: int, sampling: Any, ends: Collection[int], cancel: threading.Event
+    ) -> tuple[Tensor, list[int]]:
+        """Run `generate` of transformers and return the new tokens, and the times at which they were known."""
         watch = _Watch(self.device, cancel)
         config = _generation_config(self.inner, limit, sampling, ends)
         with watch.steps, _seeded(sampling, self.device), _replaced(self.inner, "generation_config", config):
@@ -301,7 +317,7 @@ class HfModel(Shown):
             finally:
                 hook.remove()
         watch.known_ns.append(self.device.now_ns())
-        yield from zip(map(int, tokens.tolist()), watch.known_ns, strict=False)
+        return tokens, watch.known_ns
 
     def _undrivable(self) -> str | None:
         """Return why the toolkit's strategies cannot run this model, or None if they can."""
@@ -345,17 +361,19 @@ class _CancelledError(Exception):
 
 
 class _Watch:
-    """A hook on every forward pass: marks the steps, records when each token was known, and stops on `cancel`."""
+    """A hook on every forward pass of this thread: marks steps, records when each token was known, and stops on `cancel`."""
 
     def __init__(self, device: Device, cancel: threading.Event) -> None:
         self.device, self.cancel = device, cancel
         self.steps = ExitStack()
         self.steps.enter_context(device.step(0, "prefill"))
-        self.passes = 0
+        self.passes, self.thread = 0, threading.get_ident()
         self.known_ns: list[int] = []
         self.fed: list[Tensor] = []  # the input token [1] of each pass after the first
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if threading.get_ident() != self.thread:  # another thread decodes with the same model
+            return
         if self.passes:
             self.known_ns.append(self.device.now_ns())
             self.fed.append(kwargs["input_ids"][0, -1:])
