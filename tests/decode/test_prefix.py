@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+import torch
 from small_models import SMALL, make
 
 import toolkit as tk
@@ -77,13 +78,26 @@ def test_a_run_that_ends_early_leaves_the_prefix_as_it_was(model):
     ("options", "why"),
     [
         ({"ids": IDS[:20]}, "doesn't continue"), ({"ids": [1, *IDS]}, "doesn't continue"), ({"context": 64}, "context=64"),
-        ({"kv": "int8"}, "kv='int8'"), ({"ids": [i % 97 for i in IDS * 2]}, "the context holds 64"),
+        ({"kv": "int8"}, "kv='int8'"), ({"ids": [i % 97 for i in IDS * 2]}, "holds 64.* the prefix with context=120"),
     ],
 )  # fmt: skip
 def test_runs_that_do_not_fit_are_refused(model, options, why):
     prefix = Prefix(model, IDS[:20], 64)
     with pytest.raises(ModelError, match=why):
         generate(model, "roundtrip", **{"ids": IDS[:21], "prefix": prefix, **options})
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual:h200"])
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_prefix_made_in_inference_mode_serves_runs_outside_of_it(name, device):
+    model = tk.load(name, device, progress=False)
+    exact = generate(model, "roundtrip", record=False).tokens
+    with torch.inference_mode():
+        prefix = Prefix(model, IDS[:-1], len(IDS) + 8)
+    for inside in (False, True, False):
+        with torch.inference_mode(inside):
+            assert generate(model, "roundtrip", prefix=prefix, record=False).tokens == exact
+    prefix.free()
 
 
 def test_prefixes_that_cannot_be(model):

@@ -67,7 +67,8 @@ class Prefix:
         compile_ahead(model, len(self.ids), chunk, context, kv, decodes=False)
         self.kept_bytes: int | None = None  # None before the first run
         self._lock, self._freed = threading.Lock(), False
-        with torch.no_grad(), torch.autocast(model.device.torch.type, enabled=False):  # as `generate` does
+        autocast = torch.autocast(model.device.torch.type, enabled=False)  # as `generate` does
+        with torch.inference_mode(False), torch.no_grad(), autocast:  # runs outside of inference mode write to the cache, too
             self.cache = model.new_cache(context, kv)
             try:
                 stop = 0
@@ -92,7 +93,12 @@ class Prefix:
         if tuple(ids[: len(self.ids)]) != self.ids or len(ids) == len(self.ids):
             found = f"the prompt of {len(ids):,} tokens doesn't continue the {len(self.ids):,} tokens of the prefix"
             raise ModelError("a run with a prefix", found, "Give a prompt that begins with the prefix and is longer")
-        return self.cache.context
+        room = self.cache.context
+        if len(ids) > room:
+            asked, found = f"a prompt of {plural(len(ids), 'token')}", f"the cache of the prefix holds {room:,}"
+            do = f"Shorten the prompt by {plural(len(ids) - room, 'token')}, or make the prefix with context={len(ids):,}"
+            raise ModelError(asked, found, do, prompt=len(ids), context=room)
+        return room
 
     @contextmanager
     def in_use(self) -> Iterator[Cache]:
