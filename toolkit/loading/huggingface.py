@@ -324,6 +324,9 @@ class HfModel(Shown):
         missing = [name for name in ("inputs_embeds", "past_key_values") if name not in self._takes]
         if missing:
             return f"its forward() has no argument {' and no '.join(missing)}"
+        text = self.inner.config.get_text_config(decoder=True)
+        if text.model_type in ("bloom", "gpt_neo") or getattr(text, "alibi", False):
+            return "transformers computes its attention for the number of tokens so far, not for the slots of a static cache"
         try:
             HfCache(self.inner.config, 1, torch.device("cpu"))
         except Exception as error:  # layer types that have no static cache
@@ -411,7 +414,7 @@ def _generation_config(inner: Any, limit: int, sampling: Any, ends: Collection[i
     from transformers import GenerationConfig
 
     stop = sorted(ends)
-    pad = inner.config.get_text_config(decoder=True).pad_token_id
+    pad = getattr(inner.config.get_text_config(decoder=True), "pad_token_id", None)
     options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": sampling.repetition_penalty}
     options["sequence_bias"] = {(i,): float(number) for i, number in sampling.logit_bias.items()} or None
     if sampling.temperature > 0:
