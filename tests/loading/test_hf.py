@@ -363,29 +363,6 @@ def test_models_that_cannot_be_driven_say_why_and_keep_their_own_loop():
     assert len(comparison.runs["hf-generate"].tokens) == 3
 
 
-NO_ENDS = {"vocab_size": 131, "eos_token_id": None, "bos_token_id": None}
-NO_STATIC_CACHE = [
-    transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **NO_ENDS),
-    transformers.FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, **NO_ENDS),
-    transformers.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], **NO_ENDS),
-]
-
-
-@pytest.mark.parametrize("config", NO_STATIC_CACHE, ids=lambda config: config.model_type)
-def test_attention_that_cannot_read_a_static_cache_is_refused(config):
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    wrapped = hf.wrap(model, "cpu")
-    with pytest.raises(ModelError, match=r'not for the slots of a static cache.*decode="hf-generate"'):
-        tk.generate(wrapped, PROMPT)
-    assert tk.generate(wrapped, PROMPT, "hf-generate", max_new_tokens=3).tokens == reference(model, 3)
-
-
-def test_its_own_generate_needs_no_token_for_padding():
-    config = transformers.CodeGenConfig(n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, **NO_ENDS)
-    model = transformers.CodeGenForCausalLM(config).eval()
-    assert tk.generate(hf.wrap(model, "cpu"), PROMPT, "hf-generate", max_new_tokens=3).tokens == reference(model, 3)
-
-
 # ---- refused
 
 

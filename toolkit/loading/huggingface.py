@@ -30,7 +30,7 @@ from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
-from toolkit.loading.huggingface_cache import HfCache
+from toolkit.loading.huggingface_cache import HfCache, why_no_static_cache
 from toolkit.loading.report import Report
 from toolkit.models.cache import Cache, check_room
 from toolkit.models.costs import Shown
@@ -262,6 +262,7 @@ class HfModel(Shown):
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Run `x` (from `embed`) at `positions` [T] and return the logits [1, 1, vocab] of the last token."""
         assert isinstance(cache, HfCache)
+        cache.check_part(x.shape[1])
         cache.bound(length)  # raises if the cache is too small
         given: dict[str, Any] = {"inputs_embeds": x, "past_key_values": cache.inner, "use_cache": True}
         if len(self.embed.tables) > 1:
@@ -324,14 +325,7 @@ class HfModel(Shown):
         missing = [name for name in ("inputs_embeds", "past_key_values") if name not in self._takes]
         if missing:
             return f"its forward() has no argument {' and no '.join(missing)}"
-        text = self.inner.config.get_text_config(decoder=True)
-        if text.model_type in ("bloom", "gpt_neo") or getattr(text, "alibi", False):
-            return "transformers computes its attention for the number of tokens so far, not for the slots of a static cache"
-        try:
-            HfCache(self.inner.config, 1, torch.device("cpu"))
-        except Exception as error:  # layer types that have no static cache
-            return f"transformers has no static cache for it ({type(error).__name__}: {error!s:.80})"
-        return None
+        return why_no_static_cache(self.inner.config)
 
 
 class Rows(nn.Module):

@@ -11,6 +11,29 @@ from toolkit.core.errors import ModelError
 from toolkit.core.units import plural
 from toolkit.models.cache import Cache
 
+_SLOTS = "transformers computes its attention for the number of tokens so far, not for the slots of a static cache"
+_REASONS = {  # by model_type: transformers raises an error for the first two, and gives other tokens for the rest
+    "bloom": _SLOTS,
+    "minimax": "it uses a cache of its own",
+    "doge": _SLOTS,
+    "gpt_neo": _SLOTS,
+    "recurrent_gemma": "it keeps its recurrent state in its modules, not in a cache",
+}
+_WHOLE = ("jamba", "zamba")  # their recurrent state begins anew with several tokens
+
+
+def why_no_static_cache(config: Any) -> str | None:
+    """Return why a model of transformers can't use a static cache, or None if it can."""
+    text = config.get_text_config(decoder=True)
+    reason = _SLOTS if getattr(text, "alibi", False) else _REASONS.get(text.model_type)
+    if reason is not None:
+        return reason
+    try:
+        HfCache(config, 1, torch.device("cpu"))
+    except Exception as error:  # layer types that have no static cache
+        return f"transformers has no static cache for it ({type(error).__name__}: {error!s:.80})"
+    return None
+
 
 class HfCache(Cache):
     """A StaticCache of transformers, which counts positions itself, and the slot indices for a prefill."""
@@ -20,6 +43,7 @@ class HfCache(Cache):
 
         super().__init__(torch.arange(context, device=device), {})
         self.inner = StaticCache(config=config, max_cache_len=context)
+        self._whole = config.get_text_config(decoder=True).model_type in _WHOLE
         self._saved: dict[int, list[dict[str, Any]]] = {}  # the states of all layers at the checkpoint, by its position
 
     def __repr__(self) -> str:
@@ -27,6 +51,13 @@ class HfCache(Cache):
             return "HfCache(freed)"
         room = f"{self.length:,} of {plural(self.context, 'position')} filled"
         return f"HfCache({plural(len(self.inner.layers), 'layer')}, {room})"
+
+    def check_part(self, tokens: int) -> None:
+        """Raise ModelError if the model can't continue the tokens that it was fed with several ones at a time."""
+        if self._whole and self.length and tokens > 1:
+            found = "in transformers, the recurrent state of this model begins anew with each part"
+            do = 'Give prefill_chunk= the length of the prompt or more and no prefix=, or use decode="hf-generate"'
+            raise ModelError("feeding a prompt in parts", found, do)
 
     def checkpoint(self) -> int:
         """Save the layers, so that `rollback` can return to this position, and return it. Forgets an earlier checkpoint."""
