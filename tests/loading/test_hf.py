@@ -335,6 +335,8 @@ def test_every_run_from_a_prefix_has_the_tokens_of_a_run_without(name):
     for strategy in ("double-buffered", "host-sampling", "double-buffered"):
         with torch.inference_mode(strategy == "host-sampling"):
             assert tk.generate(wrapped, PROMPT, strategy, prefix=prefix, max_new_tokens=N).tokens == expected
+    with pytest.raises(ModelError, match=r'hf-generate with a prefix.*Leave it out, or use decode="double-buffered"'):
+        tk.generate(wrapped, PROMPT, "hf-generate", prefix=prefix)
     prefix.free()
     assert repr(prefix) == "Prefix(16 tokens in HfCache(freed))"
     gc.collect()

@@ -90,7 +90,7 @@ def generate(
         eos: The token ids that end the text. Default: the model's own; `()` for none.
         on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
             beginning of a stop string is passed with a later token. With `stop` under "whole-loop", it must not wait for the
-            GPU, whose loop waits for the host after 64 tokens.
+            GPU, whose loop waits for the host after 64 tokens. Gradients are off in it.
         cancel: An event that stops the run between two steps once it is set; the tokens so far are kept. On a cluster, it
             interrupts all ranks, which lose their tokens, and CancelledError is raised.
         record: Whether to record a trace, which makes the run slower.
@@ -176,7 +176,8 @@ def _check_own_loop(strategy: OwnLoop, prefix: Prefix | None, kv: str | None) ->
         check_kv(kv)
     if prefix is not None or kv is not None:
         given = "a prefix" if kv is None else f"kv={kv!r}"
-        raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
+        do = "Leave out kv= and prefix=" if prefix is None else 'Leave it out, or use decode="double-buffered"'
+        raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", do)
 
 
 @contextmanager
