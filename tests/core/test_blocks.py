@@ -4,6 +4,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.core.blocks import block
+from toolkit.core.errors import ToolkitError
 
 entered = []
 
@@ -33,3 +34,15 @@ def test_a_block_says_how_to_use_it():
     assert repr(tk.record("virtual:h200")) == "tk.record(...), to be used as `with tk.record(device) as trace:`"
     assert repr(tk.copy_budget(h2d=0)).startswith("tk.copy_budget(...), to be used as `with tk.copy_budget(")
     assert repr(tk.tune.watch()).startswith("tk.tune.watch(...), to be used as `with tk.tune.watch()")
+
+
+def test_a_block_that_was_used_before_says_so():
+    once = kept(5)
+    used = r"^kept\(\.\.\.\): this object was used before\. Call kept for each block"
+    with once:
+        with pytest.raises(ToolkitError, match=used), once:
+            pass
+        assert entered == [5]
+    with pytest.raises(ToolkitError, match=used), once:
+        pass
+    assert entered == []

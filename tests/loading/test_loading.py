@@ -118,6 +118,12 @@ def test_device_memory_holds_the_weights_and_no_more(tmp_path: Path) -> None:
     assert memory.peak_bytes - before <= held + largest
 
 
+@pytest.mark.parametrize("progress", ["yes", 3, []])
+def test_progress_that_is_no_bool_and_no_function_is_refused(progress: Any) -> None:
+    with pytest.raises(ToolkitError, match=r"^progress=.*: it is of type .*Give True, False, or a function"):
+        tk.load("demo/qwen3", device="cpu", progress=progress)
+
+
 def test_progress_is_at_most_ten_a_second_and_ends_at_all(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", num_hidden_layers=12)
     seen: list[tuple[int, int, str]] = []

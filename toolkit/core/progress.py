@@ -32,13 +32,17 @@ class Reporter:
     """Passes reports on to `progress`, and raises CancelledError once `cancel` is set.
 
     `task` ("loading demo/qwen3") begins the line on a terminal and the message of CancelledError; `after_cancel` is the
-    message's last sentence, which says what is left and what to do. Raises ToolkitError if `cancel` is not an event.
+    message's last sentence, which says what is left and what to do. Raises ToolkitError if `cancel` is not an event, or
+    `progress` neither a bool (or None, which is as False) nor a function.
     """
 
     def __init__(
         self, task: str, progress: bool | Callable[..., None], cancel: threading.Event | None, after_cancel: str
     ) -> None:
         check_cancel(cancel)
+        if progress is not None and not callable(progress) and not isinstance(progress, bool):
+            do = "Give True, False, or a function that is called with each report"
+            raise ToolkitError(f"progress={brief(progress)}", f"it is of type {type(progress).__name__}", do)
         self.task, self.cancel, self._after_cancel = task, cancel, after_cancel
         self._call = progress if callable(progress) else None
         shows = bool(progress) and self._call is None
