@@ -69,9 +69,9 @@ def test_cuts_of_sizes() -> None:
         assert indices(evenly(6, Shard(1, 2, block), "width")) == [3, 4, 5]
     with pytest.raises(ModelError, match=r"don't divide its width, 6\. Use 3 ranks"):
         evenly(6, Shard(0, 4), "width")
-    with pytest.raises(ModelError, match=r"a table of 2 rows over 4 ranks: a rank would hold none\. Use 2 ranks"):
+    with pytest.raises(ModelError, match=r"a table of 2 rows over 4 ranks: a rank would hold none\. Use at most 2 ranks"):
         spread(2, Shard(0, 4))
-    with pytest.raises(ModelError, match=r"a table of 1 row over 4 ranks: a rank would hold none\. Use 1 rank$"):
+    with pytest.raises(ModelError, match=r"a table of 1 row over 4 ranks: a rank would hold none\. Use at most 1 rank$"):
         spread(1, Shard(0, 4))
     with pytest.raises(ModelError, match=r"don't divide its width, 5\. Use 1 rank$"):
         evenly(5, Shard(0, 2), "width")

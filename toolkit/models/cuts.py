@@ -70,7 +70,7 @@ def spread(size: int, shard: Shard) -> Cut:
     """Return a part of `size` for each rank; parts differ by at most one. Raises ModelError if `size` is below the ranks."""
     if size < shard.ranks:
         asked = f"a table of {plural(size, 'row')} over {shard.ranks} ranks"
-        raise ModelError(asked, "a rank would hold none", f"Use {plural(size, 'rank')}")
+        raise ModelError(asked, "a rank would hold none", f"Use at most {plural(size, 'rank')}")
     first, last = (size * rank // shard.ranks for rank in (shard.rank, shard.rank + 1))
     return Cut(size, ((first, last),), shard)
 
