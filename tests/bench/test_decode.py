@@ -238,6 +238,31 @@ def test_pages_need_a_record(tmp_path):
         pages.write_speed_page([], tmp_path / "page.html")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--context=8,abc", "'abc' is not a whole number of at least 1"),
+        ("--context=-5", "'-5' is not a whole number of at least 1"),
+        ("--tokens=1", "'1' is not a whole number of at least 2"),  # which has no rate
+        ("--repeats=0", "'0' is not a whole number of at least 1"),
+        ("--chunk=0", "'0' is not a whole number of at least 1"),
+        ("--copies=19", "'19' is not two numbers, such as 19,128"),
+    ],
+)
+def test_a_wrong_number_is_refused_before_anything_is_measured(option, said, capsys):
+    with pytest.raises(SystemExit):
+        main(["--device", "virtual:h200", "--decode", "roundtrip", option])
+    assert said in capsys.readouterr().err
+
+
+def test_what_the_model_cant_do_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(Bench, "run", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UnknownNameError, match="'foo'"):
+        bench("virtual:h200", "demo/gemma4", None, [8], kv="foo")
+    with pytest.raises(ToolkitError, match=r"2,000 decode steps after 19 tokens: the model has positions for 1,024"):
+        bench("virtual:h200", "demo/gemma4", None, [8], generation=(19, 2000))
+
+
 def test_names():
     model = tk.load("demo/qwen3", "cpu", progress=False)
     assert "cuda-graph" not in names_of(model, "all")

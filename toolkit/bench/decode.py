@@ -18,6 +18,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -33,13 +34,14 @@ from toolkit.bench.decode_runs import (
     whole_copies,
 )  # fmt: skip
 from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
-from toolkit.bench.record import about, out_file, read_record, run_command, write_record
+from toolkit.bench.record import about, out_file, read_record, run_command, whole, write_record
 from toolkit.bench.step_breakdown import breakdown, expected_launches
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.units import GiB
-from toolkit.decode.prefix import Prefix
+from toolkit.decode.prefix import Prefix, most_positions
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.loading.loader import load
+from toolkit.models.cache_codes import check_kv
 from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
 from toolkit.planning.costs import costs_of
@@ -169,7 +171,7 @@ class Bench:
     def _begin(self, row: dict[str, Any]) -> list[int]:
         """Add the bounds of a row, and return its prompt. Raises ModelError if the model has too few positions."""
         context = row["context"]
-        most = getattr(self.model, "context", self.model.config.max_position_embeddings)
+        most = most_positions(self.model)
         if self._room(context) > most:
             asked = f"decoding after {context:,} tokens"
             raise ModelError(asked, f"the model has positions for {most:,}", "Give a shorter context")
@@ -292,13 +294,19 @@ def bench(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record of a model (JSON-able), and write what is known of it to the file `out` after each part.
 
-    `generation` is the prompt and the steps of the copies that are counted. Raises UnknownNameError for an unknown part.
+    `generation` is the prompt and the steps of the copies that are counted. Raises UnknownNameError for an unknown part or
+    `kv`, and ModelError if the model has too few positions for `generation`.
     """
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part of a record", part, PARTS)
+    if kv is not None:
+        check_kv(kv)
     model = load(name, device=device, scheme=scheme, progress=False)
     chunk = chunk or chunk_of(model)
+    if generation and "copies" in parts and sum(generation) > most_positions(model):
+        asked = f"copies of {generation[1]:,} decode steps after {generation[0]:,} tokens"
+        raise ModelError(asked, f"the model has positions for {most_positions(model):,}", "Give smaller numbers as --copies")
     made = Bench(model, names_of(model, decode), tokens, repeats, chunk, kv)
     record = {
         **about(device), "model": name, "scheme": scheme, "kv": kv, "dtype": str(model.dtype), "tokens": made.tokens,
@@ -376,12 +384,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="demo/qwen3", help="a model name or path, as in tk.load (default: demo/qwen3)")
     parser.add_argument("--scheme", help="how matrices are stored, as in tk.load")
     parser.add_argument("--kv", help='the format of keys and values: "int8", "int4" or "k4v8"')
-    parser.add_argument("--context", default=CONTEXTS, help=f"numbers of prompt tokens (default: {CONTEXTS})")
+    parser.add_argument("--context", type=_numbers, default=CONTEXTS, help=f"numbers of prompt tokens (default: {CONTEXTS})")
     parser.add_argument("--decode", default="all", help='strategies, separated by commas (default: "all")')
-    parser.add_argument("--tokens", type=int, default=128, help="tokens per timed run (default: 128)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
-    parser.add_argument("--chunk", type=int, help="prompt tokens per part of a prefill (default: as tk.generate)")
-    parser.add_argument("--copies", default="19,128", help="prompt and decode steps for counting copies, or empty")
+    parser.add_argument("--tokens", type=partial(whole, least=2), default=128, help="tokens per timed run (default: 128)")
+    parser.add_argument("--repeats", type=whole, default=5, help="timed runs per strategy (default: 5)")
+    parser.add_argument("--chunk", type=whole, help="prompt tokens per part of a prefill (default: as tk.generate)")
+    parser.add_argument("--copies", type=_generation, default="19,128", help="prompt and decode steps for counting, or empty")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts of the record (default: all)")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="write the page of these records instead")
     parser.add_argument("--out", type=out_file, help="the JSON file (default: print the record) or page (decode_speed.html)")
@@ -389,8 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.report:
         return _report(options.report, options.out or Path("decode_speed.html"))
     record = bench(
-        options.device, options.model, options.scheme, _numbers(options.context), options.decode, tokens=options.tokens,
-        repeats=options.repeats, chunk=options.chunk, kv=options.kv, generation=_numbers(options.copies),
+        options.device, options.model, options.scheme, options.context, options.decode, tokens=options.tokens,
+        repeats=options.repeats, chunk=options.chunk, kv=options.kv, generation=options.copies,
         parts=options.parts.split(","), out=options.out,
     )  # fmt: skip
     write_record(record, options.out)
@@ -408,7 +416,13 @@ def _report(files: Sequence[Path], out: Path) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [whole(part) for part in text.split(",") if part]
+
+
+def _generation(text: str) -> list[int]:
+    if len(found := _numbers(text)) not in (0, 2):
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, such as 19,128")
+    return found
 
 
 if __name__ == "__main__":

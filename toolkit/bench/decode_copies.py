@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from toolkit.bench.record import about, out_file, read_record, run_command, write_record
+from toolkit.bench.record import about, out_file, read_record, run_command, whole, write_record
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
@@ -185,9 +185,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     parser.add_argument("--model", default=DEMO, help=f"a model name or path, as in tk.load (default: {DEMO})")
-    parser.add_argument("--prompt", type=int, default=19, help="prompt tokens (default: 19)")
-    parser.add_argument("--decode", type=int, default=128, help="decode steps (default: 128)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
+    parser.add_argument("--prompt", type=whole, default=19, help="prompt tokens (default: 19)")
+    parser.add_argument("--decode", type=whole, default=128, help="decode steps (default: 128)")
+    parser.add_argument("--repeats", type=whole, default=5, help="timed runs per strategy (default: 5)")
     parser.add_argument("--table", nargs=2, type=Path, metavar=("VIRTUAL", "MEASURED"), help="compare two records instead")
     options = parser.parse_args(arguments)
     if options.table:

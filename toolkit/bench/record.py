@@ -74,6 +74,14 @@ def out_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def whole(text: str, least: int = 1) -> int:
+    """Return the number in `text`, an option. Raises argparse.ArgumentTypeError unless it is whole and at least `least`."""
+    with suppress(ValueError):
+        if (found := int(text)) >= least:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+
+
 def write_record(record: dict[str, Any], out: Path | None) -> None:
     """Write `record` to the file `out` as JSON, or print it if `out` is None. A list of numbers takes one line.
 
