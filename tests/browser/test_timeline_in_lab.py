@@ -80,7 +80,7 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     step = trace.is_kind("mark") & (trace["step"] == 3)
     (begin,), (took,) = trace["start_ns"][step], trace["dur_ns"][step]
     opened = status(page).inner_text()
-    assert "of step 3" in opened
+    assert "shown, from 4.84 µs before the start of step 3" in opened
 
     # hover over its D2D: name, bytes and the line appear
     row = (trace.is_kind("d2d") & (trace["step"] == 3)).argmax()

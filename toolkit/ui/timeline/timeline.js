@@ -316,8 +316,9 @@ function mount(root, provider, meta) {
     if (!state.view) return;
     wholeButton.textContent = state.align === null && hasSteps ? "One step" : "Overview";
     const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
-    const from = Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0);
-    const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${from}${state.align === null ? "" : ` of step ${state.align}`}`];
+    const { t0, t1 } = state.now, early = state.align !== null && t0 <= -1;
+    const from = Math.abs(t0) < 1 ? 0 : timeText(early ? -t0 : t0), place = early ? "before the start of" : "of";
+    const parts = [`${timeText(t1 - t0)} shown, from ${from}${state.align === null ? "" : ` ${place} step ${state.align}`}`];
     if (gathered) parts.push("the height of a bar is the busy share of several events: zoom in to see single events");
     if (every > 1) parts.push(`one step in ${every} is marked`);
     if (failed) parts.push("the kernel does not answer: this is the last view");
