@@ -55,7 +55,7 @@ def test_what_is_no_number_is_not_right(value):
 def test_every_name_needs_a_prediction():
     for predicted in ({"h2d": 2}, {"h2d": 1}):
         verdict = compare(predicted, {"h2d": 2, "d2h": 1, "d2d": 0}, names=("h2d", "d2h"))
-        assert repr(verdict) == "The prediction for d2h is missing. Write it in the cell above, then run both cells."
+        assert repr(verdict) == "The prediction for 'd2h' is missing. Write it in the cell above, then run both cells."
         assert verdict.asks
         assert not verdict.right
     assert compare({"h2d": 2, "d2h": 1}, {"h2d": 2, "d2h": 1, "d2d": 0}, names=("h2d", "d2h")).right

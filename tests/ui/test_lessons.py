@@ -33,7 +33,7 @@ def test_a_prediction_gets_a_hint_and_then_the_answer(lesson):
     def ask(value):
         return repr(lesson.ask("copies", {"h2d": value}, {"h2d": 2}, us=3.2))
 
-    assert ask(None).startswith("Write your prediction for h2d")
+    assert ask(None).startswith("Write your prediction for 'h2d' in the cell above")
     hint = "wrong: h2d - you said 1\nHint: count them"
     assert ask(1) == hint
     assert ask(1) == hint  # the same prediction is no second try
@@ -49,7 +49,7 @@ def test_a_prediction_without_one_of_the_names_is_asked_again(lesson):
     lesson.questions["both"] = Question("count them", "because", '{"h2d": 2, "d2h": f(1)["us"]}')
     found = {"h2d": 2, "d2h": 1, "d2d": 0}
     for value in (1, 2):
-        assert "prediction for d2h is missing" in repr(lesson.ask("both", {"h2d": value}, found))
+        assert "prediction for 'd2h' is missing" in repr(lesson.ask("both", {"h2d": value}, found))
     assert "both" not in lesson.solved
     assert repr(lesson.ask("both", {"h2d": 2, "d2h": 3}, found)).endswith("Hint: count them")  # the first try
     assert lesson.ask("both", {"h2d": 2, "d2h": 1}, found).right

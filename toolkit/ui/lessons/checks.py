@@ -76,10 +76,10 @@ def compare(
         return Verdict((asked,), False, True)
     if other := [name for name in predicted if name not in found]:
         return Verdict((f"Nothing is called {other[0]!r} here. The names are those in the cell as it was.",), False, True)
-    if missing := [name for name in names if name not in predicted]:
+    if missing := [repr(name) for name in names if name not in predicted]:
         asked = f"The prediction for {', '.join(missing)} is missing. Write it in the cell above, then run both cells."
         return Verdict((asked,), False, True)
-    open_ones = [name for name, value in predicted.items() if value is None]
+    open_ones = [repr(name) for name, value in predicted.items() if value is None]
     if open_ones:
         asked = f"Write your prediction for {', '.join(open_ones)} in the cell above, then run both cells."
         return Verdict((asked,), False, True)
