@@ -335,3 +335,33 @@ assert torch.autograd.grad((v * w.to("vgpu")).sum(), w)[0].tolist() == [1, 1, 1]
 def test_a_process_may_train_on_the_cpu_before_it_opens_a_card():
     done = subprocess.run([sys.executable, "-c", AFTER_A_CPU_PASS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+WITHOUT_GRADIENTS = """
+import torch
+import toolkit as tk
+with torch.{block}():
+    tk.device("virtual:h200")
+
+class Large(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient.new_empty(1 << 50)
+
+try:
+    Large.apply(torch.ones(3, device="vgpu", requires_grad=True)).sum().backward()
+except torch.OutOfMemoryError:
+    print("out of memory")
+"""
+
+
+@pytest.mark.parametrize("block", ["no_grad", "inference_mode"])
+def test_a_card_opened_in_a_block_without_gradients_reports_errors_of_backward_passes(block):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GRADIENTS.format(block=block)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "out of memory\n", done.stderr[-2000:]

@@ -94,8 +94,9 @@ def install() -> None:
     and `vgpu` gets none if that pass runs before the virtual GPU is opened.
     """
     run = graph._engine_run_backward
-    leaf = torch.zeros((), requires_grad=True)
-    oldest = leaf.clone()
+    with torch.inference_mode(False), torch.enable_grad():  # the virtual GPU may be opened first in a block without gradients
+        leaf = torch.zeros((), requires_grad=True)
+        oldest = leaf.clone()
 
     @functools.wraps(run)
     def run_here(*args: Any, **kwargs: Any) -> Any:
