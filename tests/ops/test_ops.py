@@ -105,7 +105,7 @@ def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = No
         (qwen3, QWEN3, set()),
         (gemma4, GEMMA4, {"make_heads", "embed_rows"}),
         (gemma4, GEMMA4_SHARING, {"make_heads", "embed_rows"}),
-        (qwen3_5_moe, QWEN3_5_MOE, {"delta_net", "gate_heads"}),
+        (qwen3_5_moe, QWEN3_5_MOE, {"delta_net", "gate_heads", "choose_experts"}),
     ],
     ids=["qwen3", "gemma4", "gemma4 that shares", "qwen3.5"],
 )

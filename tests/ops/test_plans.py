@@ -333,6 +333,21 @@ def test_what_runs_without_a_plan(started: list[Any], monkeypatch: pytest.Monkey
     assert described
 
 
+def test_describing_problems_leaves_zeros_in_integer_results(started: list[Any]) -> None:
+    """So that PyTorch's operations on CUDA may read them as indices."""
+    scores = row(3, 40)
+    torch.use_deterministic_algorithms(True)  # fills uninitialized integers with the largest
+    try:
+        with define.describe_problems() as found:
+            chosen, weights = define.call("choose_experts", scores, 40, 4, False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not started
+    assert [one[1].top_k for one in found] == [4]
+    assert (chosen.shape, weights.shape) == ((3, 4), (3, 4))
+    assert not chosen.any()
+
+
 def test_without_a_compiled_kernel_there_is_no_plan(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "run", lambda launch: None)
     normed(row(2, 64), row(64))

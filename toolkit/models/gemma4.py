@@ -180,8 +180,7 @@ class Router(nn.Module):
         """x [N, hidden] -> expert numbers [N, k] and their weights [N, k] in fp32."""
         normed = F.rms_norm(x.float(), (self.hidden,), None, self.eps).to(x.dtype)
         scores: Tensor = self.proj(normed * self.scale * self.hidden**-0.5)
-        highest, chosen = scores.topk(self.top, -1)
-        shares = highest.softmax(-1, dtype=torch.float32)
+        chosen, shares = ops.choose_experts(scores, len(self.per_expert_scale), self.top)
         return chosen, shares * self.per_expert_scale.index_select(0, chosen.flatten()).view(shares.shape)
 
 

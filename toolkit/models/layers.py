@@ -148,6 +148,11 @@ class Joined(nn.Module):
             found.extend(out.split([self.sizes[name] for name in group], -1) if len(group) > 1 else [out])
         return tuple(found)
 
+    def row(self, x: Tensor | Operand) -> Tensor:
+        """Return all outputs in one row [..., sum of the sizes]."""
+        parts = [self._part(group)(x) for group in self.groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
     def projected(self, x: Tensor | Operand) -> Projected:
         """Return the outputs of q, k and v in one row. Those of v stay apart if only its matrix has another scheme."""
         parts = [self._part(group)(x) for group in self.groups]

@@ -117,13 +117,8 @@ class SparseMLP(nn.Module):
             return step
         normed, x = x.normed(norm)
         rows = normed.plain.flatten(0, 1)
-        scores = self.router(rows)
-        if self.scaled:
-            highest, chosen = scores.topk(self.top_k, -1)
-            shares = highest.softmax(-1, dtype=torch.float32)
-        else:
-            shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
-        out = ops.all_reduce(self.experts(rows, chosen, shares), self.experts.ranks)
+        chosen, weights = ops.choose_experts(self.router(rows), self.experts.count, self.top_k, over_all=not self.scaled)
+        out = ops.all_reduce(self.experts(rows, chosen, weights), self.experts.ranks)
         return x.add(out.view(x.x.shape))
 
 

@@ -173,10 +173,9 @@ class SparseMLP(nn.Module):
             return step
         normed, x = x.normed(norm)
         rows = normed.plain.flatten(0, 1)
-        scores, gate = self.gates(rows)
-        highest, chosen = scores.topk(self.top_k, -1)
-        routed = self.experts(rows, chosen, highest.softmax(-1, dtype=torch.float32))
-        out = ops.all_reduce(torch.addcmul(routed, self.shared(rows), gate.sigmoid()), self.experts.ranks)
+        chosen, weights, gate = ops.choose_experts(self.gates.row(rows), self.experts.count, self.top_k)
+        routed = self.experts(rows, chosen, weights)
+        out = ops.all_reduce(torch.addcmul(routed, self.shared(rows), gate), self.experts.ranks)
         return x.add(out.view(x.x.shape))
 
 

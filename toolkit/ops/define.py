@@ -188,8 +188,12 @@ def call(name: str, *operands: Any) -> Any:
         kernel, shape, inputs = _operations[name].problem(*operands)
         for recorder in _recorders:
             recorder(kernel, shape, inputs)
-        if operands[0].is_cuda and not _launching.get():
-            return _operations[name].result(kernel.outputs(shape, inputs), operands[0])
+        if operands[0].device.type in zeros.KINDS and not _launching.get():
+            outputs = kernel.outputs(shape, inputs)
+            for output in outputs.values():
+                if not output.is_floating_point():
+                    output.zero_()  # it may be read as indices
+            return _operations[name].result(outputs, operands[0])
     plain = [list(operand) if type(operand) is Parts else operand for operand in operands]
     return getattr(torch.ops.toolkit, name)(*plain)
 
@@ -216,7 +220,8 @@ def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
 def describe_problems() -> Iterator[list[Problem]]:
     """As `record_problems`, but collect inputs, too, which are on "meta", and launch nothing on CUDA.
 
-    So nothing is compiled, and the results of operations that this thread runs on CUDA are uninitialized.
+    So nothing is compiled. The results of operations that this thread runs on CUDA are zeros if they are integers, and
+    uninitialized otherwise.
     """
     found: list[Problem] = []
 

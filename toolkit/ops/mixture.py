@@ -1,4 +1,7 @@
-"""Operations on mixtures of experts with packed matrices: one for a single token (`moe`), one for many (`experts`)."""
+"""Operations on mixtures of experts: for one token `moe`, for many `choose_experts` and `experts`.
+
+The matrices of `moe` and `experts` are packed.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from toolkit.ops.products import ACTIVATIONS, FUSED
 from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.schemes import SCHEMES
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of scores that `choose_experts` has a kernel for
+MOST_EXPERTS = 4096  # that it chooses from
 CONVERSION = 680.0  # converting a byte of a matrix for the tensor cores takes as long as so many operations of theirs
 LEAST = 32  # number of activations that share one scale; `moe` needs sizes that are multiples of it
 
@@ -63,6 +68,22 @@ def moe(
     given = (aligned(x), aligned(residual), norm, eps, router)
     out, total = call("moe", *given, *held, up.scheme.name, down.scheme.name, top_k, activation)
     return out, total
+
+
+def choose_experts(scores: Tensor, count: int, top_k: int, over_all: bool = False) -> tuple[Tensor, ...]:
+    """Return the `top_k` of `count` experts with the highest scores for each token, and their weights.
+
+    Args:
+        scores: [N, count], or with a shared expert [N, count + 1].
+        over_all: Whether the weights are the softmax over all scores; by default, it is over the chosen ones.
+
+    Returns (numbers int64 [N, top_k] in descending order of their scores, weights fp32 [N, top_k]), and with a shared expert
+    the sigmoid of its score [N, 1], in the dtype of the scores. It is undefined which of equal scores comes first.
+    """
+    fits = scores.dtype in DTYPES and scores.numel() > 0 and count <= MOST_EXPERTS
+    if fits and on_gpu(scores):
+        return tuple(call("choose_experts", aligned(scores), count, top_k, over_all))
+    return tuple(_choice_reference(scores, count, top_k, over_all))
 
 
 def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activation: str) -> Tensor:
@@ -144,6 +165,44 @@ def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Te
     moved = 4 * nbytes(x) + nbytes(args[2]) + nbytes(router) + chosen + sum(map(nbytes, (*shared_up, *shared_down)))
     flops = 3.0 * (top_k + bool(shared_up)) * x.shape[-1] * up[0].shape[1]
     return launches("moe", 3, moved, flops, floor=3.5, share=0.83)
+
+
+def _choice_reference(scores: Tensor, count: int, top_k: int, over_all: bool) -> list[Tensor]:
+    routed, shared = scores[:, :count], scores[:, count:]
+    if over_all:
+        weights, chosen = routed.softmax(-1, dtype=torch.float32).topk(top_k, -1)
+    else:
+        highest, chosen = routed.topk(top_k, -1)
+        weights = highest.softmax(-1, dtype=torch.float32)
+    return [chosen, weights, *([shared.sigmoid()] if shared.shape[1] else [])]
+
+
+def _choice_shape(scores: Tensor, count: int, top_k: int, over_all: bool) -> list[Tensor]:
+    found = [scores.new_empty(scores.shape[0], top_k, dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    return [*found, *([scores.new_empty(scores.shape[0], 1)] if scores.shape[1] > count else [])]
+
+
+def _choice_problem(scores: Tensor, count: int, top_k: int, over_all: bool) -> Problem:
+    from toolkit.kernels.expert_choice import EXPERT_CHOICE, ChoiceShape
+
+    gated = scores.shape[1] > count
+    return (
+        EXPERT_CHOICE,
+        ChoiceShape(scores.shape[0], count, top_k, gated, over_all, dtype_name(scores.dtype)),
+        {"scores": scores},
+    )
+
+
+define(
+    "choose_experts(Tensor scores, int count, int top_k, bool over_all) -> Tensor[]",
+    _choice_reference, _choice_shape, _choice_problem, lambda outputs, scores: list(outputs.values()),
+)  # fmt: skip
+
+
+@rule("toolkit::choose_experts")
+def _choice_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
+    """Return one kernel that reads the scores, and writes its results."""
+    return launches("choose_experts", 1, nbytes(args[0]) + sum(map(nbytes, out)), floor=2.0)
 
 
 def _experts_reference(
