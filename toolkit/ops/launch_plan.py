@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,7 +59,6 @@ class Plan(NamedTuple):
     """The launches of an operation for operands of one kind, as a Python function that starts Triton's compiled kernels."""
 
     run: Callable[[list[int]], Any]  # takes the pointers of all operands; returns the results, or MISSING
-    source: str  # of the function
     record: Callable[[list[int], Tape], Any]  # the same, with a tape that records the launches
 
 
@@ -95,7 +95,9 @@ def make_plan(operation: Operation, call: Call, pointers: Sequence[int]) -> Plan
 
 class _Code:
     """Writes the function of a plan. Its names: p0 (pointers to operands), z (zeros), r0 (results), s (scratch), v... (their
-    pointers), k... (other values).
+    pointers), k... (all values).
+
+    Since values have names, plans for prompts of other lengths usually have the same text, which Python compiles only once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,19 +117,20 @@ class _Code:
             self._both("z = zeros.shared_zeros(device, stream)", "if z is None:", "    return MISSING", "vz = z.data_ptr()")
 
     def allocate(self, name: str, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._both(f"{name} = allocate({size}, {stride}, {self._name(dtype)})", f"v{name} = {name}.data_ptr()")
+        given = ", ".join(map(self._name, (size, stride, dtype)))
+        self._both(f"{name} = allocate({given})", f"v{name} = {name}.data_ptr()")
         self.recorded.append(f"    tape.hold({name})")
 
     def scratch(self, n_bytes: int) -> None:
-        self.lines.append(f"    s = allocate(({n_bytes},), (1,), torch.uint8)")
-        self.recorded.append(f"    s = tape.scratch({n_bytes})")
+        self.lines.append(f"    s = allocate({self._name((n_bytes,))}, (1,), torch.uint8)")
+        self.recorded.append(f"    s = tape.scratch({self._name(n_bytes)})")
         self._both("vs = s.data_ptr()")
 
     def start(self, grid: Sequence[int], handles: tuple[Any, Any, Any], arguments: Sequence[Any]) -> None:
         """Start a kernel as Triton does, whose launchers take a number for a pointer. Nobody is told of the launch."""
         run, function, metadata = map(self._name, handles)
-        given = [one.text if isinstance(one, _Pointer) else self._name(one) for one in arguments]
-        words = [*map(str, grid), "stream", function, metadata, "None", "None", "None", *given]
+        given = [self._pointer(one) if isinstance(one, _Pointer) else self._name(one) for one in arguments]
+        words = [*map(self._name, grid), "stream", function, metadata, "None", "None", "None", *given]
         self.lines.append(f"    {run}({', '.join(words)})")
         self.recorded.append(f"    tape.start({run}, {', '.join(words)})")
 
@@ -139,20 +142,20 @@ class _Code:
         self._both(f"return {returned}")
 
     def plan(self) -> Plan:
-        source = "\n".join(self.lines)
-        for code in (source, "\n".join(self.recorded)):
-            exec(compile(code, LAUNCH_PLAN, "exec"), self.values)
-        return Plan(self.values["run"], source, self.values["record"])
+        for lines in (self.lines, self.recorded):
+            exec(_compiled("\n".join(lines)), self.values)
+        return Plan(self.values["run"], self.values["record"])
 
     def _both(self, *lines: str) -> None:
         """Add lines to both functions."""
         for each in (self.lines, self.recorded):
             each += [f"    {line}" for line in lines]
 
+    def _pointer(self, pointer: _Pointer) -> str:
+        return f"{pointer.name} + {self._name(pointer.offset)}" if pointer.offset else pointer.name
+
     def _name(self, value: Any) -> str:
-        """Return an expression for a value: itself, or the name of a global variable that holds it."""
-        if value is None or type(value) in (bool, int, str):
-            return repr(value)
+        """Return the name of a global variable that holds the value."""
         name = f"k{len(self.values)}"
         self.values[name] = value
         return name
@@ -163,10 +166,6 @@ class _Pointer(NamedTuple):
 
     name: str
     offset: int
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} + {self.offset}" if self.offset else self.name
 
 
 class _Memory:
@@ -270,6 +269,11 @@ def _listed(one: Any) -> Sequence[Any]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+@lru_cache(1024)
+def _compiled(code: str) -> CodeType:
+    return compile(code, LAUNCH_PLAN, "exec")
 
 
 @cache
