@@ -108,6 +108,7 @@ def forget() -> None:
     _chosen.clear()
     _at_once.clear()
     _kept.cache_clear()
+    _kept_correct.cache_clear()
     for callback in _when_forgotten:
         callback()
 
@@ -129,7 +130,7 @@ def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:
 
 def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Config, str]]:
     """Yield (step, config, reason) for each step that finds a config, the best step first."""
-    here = timed(kernel, shape, _kept(card.key, card.facts))
+    here = _nearest(kernel, shape, _kept_correct(kernel, card.key, card.facts))
     if here:
         best, count = here[0], sum(one.shape == here[0].shape for one in here)
         where = f" in {best.record.program}" if best.record.program else ""
@@ -139,7 +140,8 @@ def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Conf
             if best.far
             else ("this device", best.config, what)
         )
-    for best in filter(partial(_fits, kernel, card), timed(kernel, shape, _kept(card.key, card.facts), earlier=True)):
+    old = _nearest(kernel, shape, _kept_correct(kernel, card.key, card.facts, earlier=True))
+    for best in filter(partial(_fits, kernel, card), old):
         where = f" at {_differing(best, shape)}" if best.far else ""
         yield "earlier code", best.config, f"the fastest{where} with earlier code of the kernel, on {best.record.when[:10]}"
     for best in _of_same_capability(kernel, shape, card):
@@ -172,16 +174,39 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
     Those that were timed in a program (`tune.in_step`) precede those that were only timed alone, the fastest program first.
     Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
-    found, far, space, code = [], {shape.key: 0.0}, set(space_of(kernel, shape)), fingerprint(kernel)
+    return _nearest(kernel, shape, _correct(kernel, kept, earlier))
+
+
+_Rows = dict[str, tuple[Shape, list[tuple[Config, Record]]]]  # by the key of their shape
+
+
+def _correct(kernel: Kernel, kept: Tuned | None, earlier: bool) -> dict[tuple[Any, ...], tuple[str, _Rows]]:
+    """Return the name of the GPU and the correct rows (see `timed`), by what shapes of other lengths share."""
+    found: dict[tuple[Any, ...], tuple[str, _Rows]] = {}
+    code = fingerprint(kernel)
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
-        if name != kernel.name or row.verdict != "ok" or row.us is None or (row.kernel != code) != earlier:
-            continue
-        if key not in far:
-            far[key] = distance(kernel, shape, key)
-        if far[key] < math.inf and (config := _config(words)).prefer(-1) in space:
-            assert kept is not None
-            found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
-    return sorted(found, key=_order)
+        if name == kernel.name and row.verdict == "ok" and row.us is not None and (row.kernel != code) == earlier:
+            sizes = _sizes(kernel, key)
+            if sizes is not None:
+                assert kept is not None
+                same = found.setdefault(_fixed(kernel, sizes), (kept.device.name, {}))
+                same[1].setdefault(key, (sizes, []))[1].append((_config(words), row))
+    return found
+
+
+def _nearest(kernel: Kernel, shape: Shape, correct: dict[tuple[Any, ...], tuple[str, _Rows]]) -> list[Timed]:
+    """Return those of the rows that suit `shape`, the best first."""
+    gpu, rows = correct.get(_fixed(kernel, shape), ("", {}))
+    space, found = set(space_of(kernel, shape)) if rows else set(), []
+    for key, (other, configs) in rows.items():
+        far = _apart(kernel, shape, other)
+        found += [Timed(one, row.us or 0.0, far, key, gpu, row) for one, row in configs if one.prefer(-1) in space]
+    return sorted((one for one in found if one.far < math.inf), key=_order)
+
+
+def _fixed(kernel: Kernel, shape: Shape) -> tuple[Any, ...]:
+    """Return the fields that a shape must share with another one for the timings of one to help the other."""
+    return tuple(getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name not in kernel.lengths)
 
 
 def _order(one: Timed) -> tuple[float, str, float, float]:
@@ -195,26 +220,28 @@ def distance(kernel: Kernel, shape: Shape, key: str) -> float:
     A bool among the lengths counts less than any ratio.
     """
     other = _sizes(kernel, key)
-    if other is None:
-        return math.inf
+    return math.inf if other is None or _fixed(kernel, other) != _fixed(kernel, shape) else _apart(kernel, shape, other)
+
+
+def _apart(kernel: Kernel, shape: Shape, other: Shape) -> float:
+    """Return the distance of shapes that differ only in `kernel.lengths`."""
     far = 0.0
-    for name, b in other:
-        a = getattr(shape, name)
+    for name in kernel.lengths:
+        a, b = getattr(shape, name), getattr(other, name)
         if a != b and isinstance(a, bool):
-            far += SWITCHED if name in kernel.lengths else math.inf
+            far += SWITCHED
         elif a != b:
-            far += abs(math.log2(a) - math.log2(b)) if name in kernel.lengths and a > 0 and b > 0 else math.inf
+            far += abs(math.log2(a) - math.log2(b)) if a > 0 and b > 0 else math.inf
     return far
 
 
 @lru_cache(maxsize=4096)
-def _sizes(kernel: Kernel, key: str) -> tuple[tuple[str, Any], ...] | None:
-    """Return the fields of the shape with this key; None if it is a key of an older version of the kernel."""
+def _sizes(kernel: Kernel, key: str) -> Shape | None:
+    """Return the shape with this key; None if it is a key of an older version of the kernel."""
     try:
-        other = kernel.shape_type.from_key(key)
+        return kernel.shape_type.from_key(key)
     except (ValueError, ToolkitError):
         return None
-    return tuple((field.name, getattr(other, field.name)) for field in dataclasses.fields(other))
 
 
 _config = lru_cache(maxsize=4096)(from_words)
@@ -233,13 +260,21 @@ def _kept(gpu: str, facts: DeviceFacts | None = None) -> Tuned | None:
     return read_tuned(gpu, facts)
 
 
+@lru_cache(maxsize=1024)
+def _kept_correct(
+    kernel: Kernel, gpu: str, facts: DeviceFacts | None = None, earlier: bool = False
+) -> dict[tuple[Any, ...], tuple[str, _Rows]]:
+    """Return `_correct` of the stored timings of a GPU. Cached, because a prompt of a new length looks up a dozen shapes."""
+    return _correct(kernel, _kept(gpu, facts), earlier)
+
+
 def _of_same_capability(kernel: Kernel, shape: Shape, card: Card) -> Iterator[Timed]:
     """Yield configs timed on other GPUs of the same compute capability that fit this GPU's limits, the best first."""
     found = []
     for gpu in kept_gpus():
         kept = _kept(gpu) if gpu != card.key else None
         if kept is not None and kept.device.compute_capability == card.facts.compute_capability:
-            found += timed(kernel, shape, kept)
+            found += _nearest(kernel, shape, _kept_correct(kernel, gpu))
     yield from filter(partial(_fits, kernel, card), sorted(found, key=_order))
 
 
