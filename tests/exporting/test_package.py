@@ -275,7 +275,7 @@ def test_what_this_process_made_is_trusted_where_the_cache_can_not_be_written(ex
 
 @pytest.mark.parametrize("trust", ["no", "yes", 1, None], ids=repr)
 def test_trust_is_true_or_false(trust):
-    refused("a package", f"trust={trust!r} is neither True nor False", trust=trust)
+    refused("a package", f"trust={trust!r}: neither True nor False", trust=trust)
 
 
 def test_a_list_of_own_packages_that_is_damaged(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.core.display import render
 from toolkit.core.errors import CancelledError, ToolkitError, brief
+from toolkit.core.flags import is_flag
 
 REPORTS_PER_S = 10
 _WIDTH = 110  # characters of the line on a terminal
@@ -40,7 +41,7 @@ class Reporter:
         self, task: str, progress: bool | Callable[..., None], cancel: threading.Event | None, after_cancel: str
     ) -> None:
         check_cancel(cancel)
-        if progress is not None and not callable(progress) and not isinstance(progress, bool):
+        if progress is not None and not callable(progress) and not is_flag(progress):
             do = "Give True, False, or a function that is called with each report"
             raise ToolkitError(f"progress={brief(progress)}", f"it is of type {type(progress).__name__}", do)
         self.task, self.cancel, self._after_cancel = task, cancel, after_cancel

@@ -138,9 +138,9 @@ def compare(
     """
     if unknown := options.keys() - signature(generate).parameters:
         raise TypeError(f"compare() got an unexpected keyword argument {min(unknown)!r}")
-    _, options = checked(options)
+    _, options = checked({**options, "lines": lines})
     if isinstance(model, Remote):
-        return model.compare(prompt, decode, lines=lines, **options)  # type: ignore[no-any-return]
+        return model.compare(prompt, decode, **options)  # type: ignore[no-any-return]
     names: Any = decode
     if decode is not None:
         names = list(decode) if isinstance(decode, Iterable) and not isinstance(decode, str) else [decode]
@@ -155,7 +155,7 @@ def compare(
     timed = _timed(entries, prompt, options)
     runs: dict[str, Run] = {}
     for entry in entries:
-        run = generate(entry.model, prompt, entry.strategy, lines=lines, **options)
+        run = generate(entry.model, prompt, entry.strategy, **options)
         runs[entry.label] = with_rate_of(run, timed.get(entry.label))
         if run.stop_reason == "cancelled":
             break

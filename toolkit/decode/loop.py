@@ -26,7 +26,7 @@ from toolkit.decode.compile_ahead import compile_ahead
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s
-from toolkit.decode.sampling import Sampling, checked
+from toolkit.decode.sampling import FLAGS, Sampling, checked
 from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.kernels.filters import NO_TOKEN
@@ -110,6 +110,7 @@ def generate(
     if not isinstance(model, Remote):
         check_model(model)
     sampling, asked = checked(asked)
+    fallback, record, lines = (asked[name] for name in FLAGS)
     if isinstance(model, Remote):
         return model.generate(**asked)  # type: ignore[no-any-return]
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})

@@ -18,9 +18,12 @@ from torch import Tensor
 from toolkit import ops
 from toolkit.core.callers import warn
 from toolkit.core.errors import ModelError, brief
+from toolkit.core.flags import flag
 from toolkit.core.numbers import integer, real, seed_of
 from toolkit.kernels.filters import MOST_TOKENS, WORK, Rules, numbers_of
 from toolkit.kernels.noise import mixed_seed
+
+FLAGS = ("fallback", "record", "lines")  # options of `tk.generate` that are True or False
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,9 @@ def checked(options: Mapping[str, Any]) -> tuple[Sampling, dict[str, Any]]:
     """Return the `Sampling` of options of `tk.generate`, and the options with None for filters that have no effect.
 
     Warns about these filters, and only here: whatever passes the returned options on is not warned about them again. Raises
-    ModelError for values out of range.
+    ModelError for values out of range, and for `FLAGS` that are neither True nor False.
     """
+    options = {name: flag(name, value, ModelError) if name in FLAGS else value for name, value in options.items()}
     names = {each.name for each in fields(Sampling)} & options.keys()
     given = {name: options[name] for name in names if name != "logit_bias" or options[name] is not None}
     sampling = Sampling(**given)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from toolkit.core.distributed import Shard, check_same, join
-from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError, brief
+from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
 from toolkit.core.files import check_path, shown
+from toolkit.core.flags import flag
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.pieces import LEAST, MOST, least_context
 from toolkit.exporting.progress import Progress, Watch
@@ -44,8 +45,7 @@ def load_exported(
     Raises PackageError if the package is incomplete, was changed, has a newer format, or was made by another version of PyTorch
     or for another processor or GPU; `found` and `do` say which. Raises RankError if the ranks differ or are missing.
     """
-    if not isinstance(trust, bool):
-        raise PackageError(f"package {shown(path)}", f"trust={brief(trust)} is neither True nor False", "Give one of them")
+    trust = flag("trust", trust, PackageError)
     shard = join(tensor_parallel)
     folder = _folder_of(check_path(path, f"package {shown(path)}", PackageError), shard)
     manifest, own = package.read_manifest(folder)

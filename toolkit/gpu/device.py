@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.core.blocks import block
 from toolkit.core.errors import DeviceError, RecorderError, brief
+from toolkit.core.flags import flag
 from toolkit.core.signals import signals_deferred
 from toolkit.trace.events import Trace
 
@@ -225,6 +226,7 @@ class Device(ABC):
         """
         from toolkit.trace.assemble import with_guessed_steps, with_sources
 
+        lines, exclusive = flag("lines", lines), flag("exclusive", exclusive)
         began, trace, thread = False, Trace.pending(), threading.get_ident()
         try:
             with signals_deferred, _changing:

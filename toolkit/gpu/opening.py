@@ -8,6 +8,7 @@ import torch
 
 from toolkit.core.distributed import local_rank
 from toolkit.core.errors import DeviceError, brief, kind_of, unknown_name
+from toolkit.core.flags import flag
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device
@@ -21,7 +22,7 @@ def record(device: Device | str, *, lines: bool = True) -> AbstractContextManage
     `device` is a name for `tk.device`, or a device. The trace is filled when the block ends. A recording inside another one of
     the same device joins it: both are one trace. For `lines` and errors see `Device.record`.
     """
-    return open_device(device).record(lines=lines)
+    return open_device(device).record(lines=flag("lines", lines))
 
 
 def open_device(device: Device | str | torch.device = "auto") -> Device:

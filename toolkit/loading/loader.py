@@ -20,6 +20,7 @@ from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard, check_same, join
 from toolkit.core.errors import ModelError, ToolkitError, brief, kind_of, unknown_name
+from toolkit.core.flags import flag
 from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
@@ -101,6 +102,7 @@ def load(
     before they are downloaded),
     HubError if a repository cannot be downloaded, RankError if the ranks differ or are missing, and CancelledError.
     """
+    fuse = flag("fuse", fuse)
     given = dict(locals())
     if cluster is not None:
         if not hasattr(cluster, "load"):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.core.errors import ToolkitError, brief
+from toolkit.core.flags import flag
 from toolkit.core.progress import Counter, Progress
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.registry import configs_of, find_kernel, find_shape
@@ -90,7 +91,7 @@ def warm(
     With a `cluster` (`tk.cluster("cuda")`), its GPUs share the work, instead of `device`. If one of its processes ends, the
     others time its configs. Their timings are stored in one file per type of GPU.
     """
-    problems = problems_of(what)
+    again, problems = flag("again", again), problems_of(what)
     if cluster is not None:
         if not hasattr(cluster, "spread"):
             raise ToolkitError(f"tuning on {brief(cluster)}", "that is no cluster", "Give the result of tk.cluster(...)")

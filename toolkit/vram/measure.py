@@ -25,6 +25,7 @@ from toolkit.core.callers import ipython_shell
 from toolkit.core.collector import no_collection
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief, kind_of, with_causes
+from toolkit.core.flags import flag
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
@@ -223,8 +224,7 @@ class MemoryUse:
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained HTML page with the timeline and its tables. Needs no front-end package."""
-        written: Path = render("page", self, path)
-        return written
+        return Path(render("page", self, path))
 
     def _repr_html_(self) -> str | None:
         return None if self._trace is None else render("html", self)
@@ -240,7 +240,7 @@ class Scope:
     """A `with tk.memory()` block."""
 
     def __init__(self, device: Device | str | torch.device | None, *, lines: bool = True) -> None:
-        self._device, self._lines = device, lines
+        self._device, self._lines = device, flag("lines", lines)
         self.use = MemoryUse()
 
     def __enter__(self) -> MemoryUse:
