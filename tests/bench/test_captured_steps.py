@@ -82,8 +82,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--prompts", "many"], "argument --prompts: 'many' is not a list"), (["--prompts", "-5"], "argument --prompts"),
-    (["--prompts", "8,"], "argument --prompts: '8,' is not a list"), (["--kernels", "read"], "--kernels needs --tune"),
+    (["--prompts", "many"], "argument --prompts: 'many' is not a whole number"), (["--prompts", "-5"], "argument --prompts"),
+    (["--prompts", "8,"], "argument --prompts: '8,' has an empty entry"), (["--kernels", "read"], "--kernels needs --tune"),
+    (["--kernels", ""], "argument --kernels: '' has no entry"), (["--kv", "plain,,int8"], "argument --kv"),
 ])  # fmt: skip
 def test_arguments_that_make_no_sense(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -78,7 +78,7 @@ def test_a_record_with_every_part(record):
 
 
 def test_parts_of_a_record_can_be_measured_apart():
-    asked = ("virtual:h200", "demo/gemma4", None, [64, 2000], "roundtrip,cuda-graph")
+    asked = ("virtual:h200", "demo/gemma4", None, [64, 2000], ["roundtrip", "cuda-graph"])
     options = {"tokens": 10, "generation": (19, 6)}
     record = json.loads(json.dumps(bench(*asked, **options)))
     apart = [bench(*asked, parts=[part], **options) for part in PARTS]
@@ -103,7 +103,7 @@ def test_a_record_is_written_after_each_part(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "whole_copies", stop)
     out = tmp_path / "record.json"
     with pytest.raises(KeyboardInterrupt):
-        bench("virtual:h200", "demo/qwen3", None, [16], "cuda-graph", tokens=8, parts=["recorded", "copies"], out=out)
+        bench("virtual:h200", "demo/qwen3", None, [16], ["cuda-graph"], tokens=8, parts=["recorded", "copies"], out=out)
     assert json.loads(out.read_text())["rows"][0]["breakdown"]["kernels"]
 
 
@@ -162,7 +162,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(decode_runs, "ENOUGH_S", 0.0)
     out = tmp_path / "record.json"
     options = ["--device", "cpu", "--context", "12", "--tokens", "6", "--repeats", "2", "--copies", "", "--out", str(out)]
-    assert main([*options, "--decode", "roundtrip,double-buffered"]) == 0
+    assert main([*options, "--decode", "roundtrip, double-buffered", "--parts", "timed, recorded"]) == 0
     record = json.loads(out.read_text())
     (row,) = record["rows"]
     assert record["clock"] == "measured"
@@ -242,6 +242,10 @@ def test_pages_need_a_record(tmp_path):
     ("option", "said"),
     [
         ("--context=8,abc", "'abc' is not a whole number of at least 1"),
+        ("--context=", "argument --context: '' has no entry: give one, or several separated by commas"),
+        ("--context=8,", "'8,' has an empty entry"),
+        ("--parts= ", "argument --parts: ' ' has no entry"),
+        ("--decode=", "argument --decode: '' has no entry"),
         ("--context=-5", "'-5' is not a whole number of at least 1"),
         ("--tokens=1", "'1' is not a whole number of at least 2"),  # which has no rate
         ("--repeats=0", "'0' is not a whole number of at least 1"),
@@ -265,8 +269,8 @@ def test_what_the_model_cant_do_is_refused_before_anything_is_measured(monkeypat
 
 def test_names():
     model = tk.load("demo/qwen3", "cpu", progress=False)
-    assert "cuda-graph" not in names_of(model, "all")
+    assert "cuda-graph" not in names_of(model, ["all"])
     with pytest.raises(ToolkitError, match="no graphs"):
-        names_of(model, "cuda-graph")
+        names_of(model, ["cuda-graph"])
     with pytest.raises(UnknownNameError):
-        names_of(model, "rountrip")
+        names_of(model, ["rountrip"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.bench import decode_copies, ranks
-from toolkit.bench.record import about, commit_of, process_bytes, run_command, write_record
+from toolkit.bench.record import about, commit_of, listed_names, listed_numbers, process_bytes, run_command, write_record
 from toolkit.core.errors import DeviceError, FormatError, ToolkitError
 
 FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
@@ -169,6 +170,21 @@ def test_the_usage_names_the_command(name: str, monkeypatch: pytest.MonkeyPatch,
     said = capsys.readouterr().out
     command = "torchrun" if name == "ranks" else "python"
     assert said.startswith(f"usage: {command} -m toolkit.bench.{name} ")
+
+
+def test_a_list_has_commas_and_perhaps_spaces() -> None:
+    assert listed_names("roundtrip") == ["roundtrip"]
+    assert listed_names(" roundtrip, cuda-graph ,whole-loop") == ["roundtrip", "cuda-graph", "whole-loop"]
+    assert listed_numbers("64, 128") == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "'' has no entry"), (" , ", "' , ' has no entry"), ("a,", "'a,' has an empty entry")]
+)
+def test_a_list_without_an_entry_is_refused(text: str, said: str) -> None:
+    for parse in (listed_names, listed_numbers):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^{said}: give one, or several separated by commas$"):
+            parse(text)
 
 
 def test_ranks_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.bench.record import about, listed_names, listed_numbers, out_file, run_command, write_record
 from toolkit.core.distributed import Shard, join, latest, started
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Device
@@ -154,30 +154,24 @@ def _step(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["prompt"], row.get("kv"), row.get("ranks", 1)
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    """Return the numbers of prompt tokens in `text`. Raises argparse.ArgumentTypeError for anything else."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and 0 < len(part) < 10 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of tokens, separated by commas")
-    return tuple(map(int, parts))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.captured_steps", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--model", choices=list(PROMPTS), help="only this one")
     parser.add_argument(
-        "--prompts", type=_lengths, help="numbers of prompt tokens, separated by commas (default: those of the records)"
+        "--prompts", type=listed_numbers, help="numbers of prompt tokens, separated by commas (default: those of the records)"
     )
-    parser.add_argument("--kv", default=PLAIN, help=f'formats of the cache, separated by commas: "{PLAIN}", "int8"...')
+    parser.add_argument(
+        "--kv", type=listed_names, default=PLAIN, help=f'formats of the cache, separated by commas: "{PLAIN}", "int8"...'
+    )
     parser.add_argument("--tune", action="store_true", help="tune the kernels in the steps first")
-    parser.add_argument("--kernels", help="with --tune: only these, separated by commas")
+    parser.add_argument("--kernels", type=listed_names, help="with --tune: only these, separated by commas")
     parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
     prompts = {name: options.prompts or lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}
-    kv = [None if name == PLAIN else name for name in options.kv.split(",")]
-    kernels = [find_kernel(name).name for name in options.kernels.split(",")] if options.kernels else ()
+    kv = [None if name == PLAIN else name for name in options.kv]
+    kernels = [find_kernel(name).name for name in options.kernels or ()]
     if kernels and not options.tune:
         parser.error("--kernels needs --tune")
     tuned = kernels if options.tune else None

@@ -34,7 +34,7 @@ from toolkit.bench.decode_runs import (
     whole_copies,
 )  # fmt: skip
 from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
-from toolkit.bench.record import about, out_file, read_record, run_command, whole, write_record
+from toolkit.bench.record import about, listed_names, listed_numbers, out_file, read_record, run_command, whole, write_record
 from toolkit.bench.step_breakdown import breakdown, expected_launches
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.units import GiB
@@ -288,7 +288,7 @@ def _broken_down(names: Sequence[str]) -> str:
 
 
 def bench(
-    device: str, name: str, scheme: str | None, contexts: Sequence[int], decode: str = "all", *, tokens: int = 128,
+    device: str, name: str, scheme: str | None, contexts: Sequence[int], decode: Sequence[str] = ("all",), *, tokens: int = 128,
     repeats: int = 5, chunk: int | None = None, kv: str | None = None, generation: Sequence[int] = (19, 128),
     parts: Sequence[str] = PARTS, out: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -384,13 +384,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="demo/qwen3", help="a model name or path, as in tk.load (default: demo/qwen3)")
     parser.add_argument("--scheme", help="how matrices are stored, as in tk.load")
     parser.add_argument("--kv", help='the format of keys and values: "int8", "int4" or "k4v8"')
-    parser.add_argument("--context", type=_numbers, default=CONTEXTS, help=f"numbers of prompt tokens (default: {CONTEXTS})")
-    parser.add_argument("--decode", default="all", help='strategies, separated by commas (default: "all")')
+    parser.add_argument(
+        "--context", type=listed_numbers, default=CONTEXTS, help=f"numbers of prompt tokens (default: {CONTEXTS})"
+    )
+    parser.add_argument("--decode", type=listed_names, default="all", help='strategies, separated by commas (default: "all")')
     parser.add_argument("--tokens", type=partial(whole, least=2), default=128, help="tokens per timed run (default: 128)")
     parser.add_argument("--repeats", type=whole, default=5, help="timed runs per strategy (default: 5)")
     parser.add_argument("--chunk", type=whole, help="prompt tokens per part of a prefill (default: as tk.generate)")
     parser.add_argument("--copies", type=_generation, default="19,128", help="prompt and decode steps for counting, or empty")
-    parser.add_argument("--parts", default=",".join(PARTS), help="parts of the record (default: all)")
+    parser.add_argument("--parts", type=listed_names, default=",".join(PARTS), help="parts of the record (default: all)")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="write the page of these records instead")
     parser.add_argument("--out", type=out_file, help="the JSON file (default: print the record) or page (decode_speed.html)")
     options = parser.parse_args(arguments)
@@ -399,7 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = bench(
         options.device, options.model, options.scheme, options.context, options.decode, tokens=options.tokens,
         repeats=options.repeats, chunk=options.chunk, kv=options.kv, generation=options.copies,
-        parts=options.parts.split(","), out=options.out,
+        parts=options.parts, out=options.out,
     )  # fmt: skip
     write_record(record, options.out)
     if options.out:
@@ -415,12 +417,8 @@ def _report(files: Sequence[Path], out: Path) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[int]:
-    return [whole(part) for part in text.split(",") if part]
-
-
 def _generation(text: str) -> list[int]:
-    if len(found := _numbers(text)) not in (0, 2):
+    if len(found := listed_numbers(text) if text.strip() else []) not in (0, 2):
         raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, such as 19,128")
     return found
 

@@ -167,14 +167,14 @@ def whole_copies(model: Model, ids: Sequence[int], name: str, decode: int) -> di
     return {kind: {"count": len(sizes), "bytes": int(sizes.sum())} for kind, sizes in found.items()}
 
 
-def names_of(model: Model, asked: str) -> list[str]:
-    """Return the strategies called `asked`, "all" or a list with commas, that can decode `model`.
+def names_of(model: Model, asked: Sequence[str]) -> list[str]:
+    """Return the strategies called `asked`, or every strategy for ["all"], that can decode `model`.
 
     Raises UnknownNameError for an unknown name, and ToolkitError for one that the model or the device can't do.
     """
-    if asked == "all":
+    if list(asked) == ["all"]:
         return [name for name, strategy in strategies_of(model).items() if isinstance(strategy, Strategy)]
-    chosen = [find_strategy(name) for name in asked.split(",")]
+    chosen = [find_strategy(name) for name in asked]
     for strategy in chosen:
         if isinstance(strategy, Strategy):
             check_capture(model, strategy)

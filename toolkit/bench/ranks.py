@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.bench.record import about, out_file, run_command, write_record
+from toolkit.bench.record import about, listed_names, out_file, run_command, write_record
 from toolkit.core.distributed import Shard, gather, join, latest
 from toolkit.core.errors import CancelledError
 from toolkit.decode.loop import generate
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--out", type=out_file, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", type=listed_names, default=",".join(MODELS))
     parser.add_argument("--tune", type=float, metavar="SECONDS", default=0.0)
     parser.add_argument("--late-us", type=float, default=200.0)
     options = parser.parse_args()
@@ -280,10 +280,9 @@ def main() -> None:
     if measured:
         record["all_reduce"] = bench.all_reduces()
         save()
-    names = list(filter(None, options.models.split(",")))
     if options.tune:
-        bench.tune(names, options.tune)
-    for name in names:
+        bench.tune(options.models, options.tune)
+    for name in options.models:
         for ranks in (shard.ranks, 1):
             record["models"].append(bench.model(name, ranks))
             bench.empty()

@@ -82,6 +82,23 @@ def whole(text: str, least: int = 1) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
 
 
+def listed_names(text: str) -> list[str]:
+    """Return the names in `text`, an option, separated by commas. Spaces around them don't count.
+
+    Raises argparse.ArgumentTypeError if there is none, or if one is empty.
+    """
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        what = "an empty entry" if any(found) else "no entry"
+        raise argparse.ArgumentTypeError(f"{text!r} has {what}: give one, or several separated by commas")
+    return found
+
+
+def listed_numbers(text: str) -> list[int]:
+    """Return the numbers in `text`, as `listed_names`. Raises argparse.ArgumentTypeError unless each is whole and above 0."""
+    return [whole(name) for name in listed_names(text)]
+
+
 def write_record(record: dict[str, Any], out: Path | None) -> None:
     """Write `record` to the file `out` as JSON, or print it if `out` is None. A list of numbers takes one line.
 
