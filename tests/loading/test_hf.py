@@ -14,6 +14,7 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import FormatError, HubError, ModelError, RecorderError, ToolkitError, UnknownNameError
+from toolkit.core.extras import install_command
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.sampling import Sampler, Sampling
@@ -426,4 +427,4 @@ def test_without_the_extra_it_says_what_to_install():
         "except errors.ToolkitError as e: print(e)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "decode-toolkit[hf]" in said
+    assert install_command("hf") in said

@@ -2,7 +2,7 @@
 
 The records are compared without running anything. If a change of the rules changes what a program does on a virtual GPU,
 measure it again: `python -m tests.programs.report --device virtual:h200 --out tests/programs/virtual_h200.json NAME`, with
-cuDNN installed (`pip install "decode-toolkit[cudnn]"`), and for programs with convolutions also without.
+cuDNN installed (the extra `cudnn`), and for programs with convolutions also without.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import toolkit as tk
 from toolkit.bench.traces import Case, record_traces
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
+from toolkit.core.extras import install_command
 from toolkit.core.version import __version__
 from toolkit.decode.prefix import Prefix
 from toolkit.gpu.opening import open_device
@@ -660,7 +661,7 @@ def test_bad_times(option: str) -> None:
 @pytest.mark.parametrize("package", ["ipyparallel", "cloudpickle"])
 def test_without_its_packages(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(RankError, match=rf"{package} is not installed.*pip install 'decode-toolkit\[ranks\]'"):
+    with pytest.raises(RankError, match=rf"{package} is not installed.*{re.escape(install_command('ranks'))}"):
         tk.cluster("cpu", 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.core.errors import RankError
+from toolkit.core.extras import install_command
 from toolkit.ui.lab.app import Lab
 from toolkit.ui.lab.load_panel import _source
 from toolkit.ui.lab.plan_panel import ranks_of, target_of
@@ -234,4 +236,4 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lab.loading.device_field.value = "virtual:2xh200"
     lab.load()
     assert "ipyparallel is not installed" in done(lab).loading.status.value
-    assert "pip install &#x27;decode-toolkit[ranks]&#x27;" in lab.loading.status.value
+    assert html.escape(install_command("ranks")) in lab.loading.status.value

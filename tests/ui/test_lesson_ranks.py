@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import toolkit as tk
 import toolkit.bench
+from toolkit.core.extras import install_command
 from toolkit.models.shapes import SHAPES
 from toolkit.ui.lessons import two_gpus
 from toolkit.ui.lessons.two_gpus import CARD, LARGE, LATE, LATE_NS, MODEL, exchanged, held, scaling, sums, times_of, two_runs
@@ -67,5 +69,5 @@ def test_the_step_of_the_real_pair() -> None:
 
 def test_new_runs_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipyparallel", None)
-    with pytest.raises(tk.ToolkitError, match=r"pip install 'decode-toolkit\[ranks\]'"):
+    with pytest.raises(tk.ToolkitError, match=re.escape(install_command("ranks"))):
         two_gpus.two_runs(live=True)

@@ -16,6 +16,7 @@ from synthetic import decode_loop, many_events
 
 import toolkit as tk
 from toolkit.core.errors import ToolkitError
+from toolkit.core.extras import install_command
 from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.ui.timeline.page import write_comparison, write_page
 
@@ -161,5 +162,5 @@ def test_without_their_packages_timelines_and_the_lab_say_what_to_install() -> N
         "    except tk.ToolkitError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    do = "is not installed. Install the packages for notebooks: pip install 'decode-toolkit[lab]'"
+    do = "is not installed. Install the packages for notebooks: " + install_command("lab")
     assert done.stdout.splitlines() == [f"the timeline of a Trace: anywidget {do}", f"tk.Lab: ipywidgets {do}"]

@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from toolkit.core.errors import ToolkitError, kind_of
+from toolkit.core.extras import install_command
 
 _renderers: dict[tuple[str, str], str] = {}  # (type, view) -> "module:function"
 
@@ -45,5 +46,5 @@ def import_ui(module: str, asked: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "toolkit":
             raise
-        do = "Install the packages for notebooks: pip install 'decode-toolkit[lab]'"
+        do = f"Install the packages for notebooks: {install_command('lab')}"
         raise ToolkitError(asked, f"{error.name} is not installed", do) from error

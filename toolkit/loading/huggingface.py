@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from toolkit.core.distributed import WHOLE, Shard, check_same, local_rank
 from toolkit.core.errors import FormatError, ModelError, ToolkitError, kind_of
+from toolkit.core.extras import install_command
 from toolkit.core.files import at_home
 from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
@@ -106,7 +107,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        do = "Install the extra: pip install 'decode-toolkit[hf]'"
+        do = f"Install the extra: {install_command('hf')}"
         raise ToolkitError('engine="hf"', f"transformers cannot be imported ({error!s:.120})", do) from error
     return transformers
 
@@ -126,7 +127,7 @@ def _division(transformers: Any, folder: Path, device: Device, shard: Shard) -> 
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError as error:
         found = f"transformers {transformers.__version__} has no DistributedConfig"
-        raise ToolkitError(asked, found, "Install a newer one: pip install 'decode-toolkit[hf]'") from error
+        raise ToolkitError(asked, found, f"Install a newer one: {install_command('hf')}") from error
     config = folder / "config.json"
     text = config.read_text(errors="replace") if config.is_file() else ""
     check_same(shard, f"loading {folder}", config=text, transformers=transformers.__version__)

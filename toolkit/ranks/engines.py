@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.errors import RankError
+from toolkit.core.extras import install_command
 from toolkit.core.files import TemporaryFolder
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import plural
@@ -31,7 +32,7 @@ def _ipyparallel() -> Any:
         import cloudpickle  # noqa: F401
         import ipyparallel
     except ImportError as error:
-        do = "Install the packages for clusters: pip install 'decode-toolkit[ranks]'"
+        do = f"Install the packages for clusters: {install_command('ranks')}"
         raise RankError("a cluster of several ranks", f"{error.name} is not installed", do) from error
     return ipyparallel
 

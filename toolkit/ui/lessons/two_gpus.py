@@ -147,8 +147,8 @@ lesson = Lesson(
 def two_runs(live: bool = False) -> tuple[Trace, Trace]:
     """Return a run in which both GPUs keep pace, and one in which the host of one GPU is late at every token.
 
-    `live` records them now, with one process per GPU. It needs `pip install "decode-toolkit[ranks]"`; otherwise a RankError
-    says so.
+    `live` records them now, with one process per GPU. It needs the extra `ranks`; otherwise a RankError says
+    how to install it.
     """
     if live:
         with cluster(f"virtual:2x{CARD}") as opened:
