@@ -176,3 +176,23 @@ def test_the_table_button_shows_the_copies_of_the_chosen_runs(browser, tmp_path:
 
 def test_kinds_fit_a_byte() -> None:
     assert len(KINDS) < MODELLED
+
+
+def test_headings_of_ranks_can_be_read_over_lines(browser, tmp_path: Path) -> None:
+    """Lines of collectives and steps cross the headings, so each text covers them first."""
+    page = browser.new_page()
+    page.add_init_script("""window.drawn = []; for (const name of ["fillRect", "fillText"]) {
+      const pen = CanvasRenderingContext2D.prototype, draw = pen[name];
+      pen[name] = function (...args) { drawn.push([name, ...args]); return draw.apply(this, args); } }""")
+    page.goto(write_page(ranks(2), tmp_path / "a.html").as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    page.wait_for_function("drawn.some(([name, text]) => name === 'fillText' && `${text}`.includes('came last in'))")
+    drawn = page.evaluate("drawn")
+    found = [i for i, (_, text, *_) in enumerate(drawn) if "came last in" in str(text)]
+    assert len(found) >= 2
+    for i in found:
+        (before, left, top, _, high), (_, _, x, y) = drawn[i - 1], drawn[i]
+        assert before == "fillRect"
+        assert left < x
+        assert top < y < top + high
+    page.close()

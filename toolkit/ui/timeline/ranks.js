@@ -10,7 +10,7 @@ function drawHeadings(painter) {
     pen.fillStyle = painter.colors.line;
     pen.fillRect(0, y + 1, painter.width, 1);
     const used = painter.text(name, 4, y + HEADING / 2 + 2, "fg", 90, { bold: true });
-    painter.text(rest.join(" · "), 14 + used, y + HEADING / 2 + 2, "dim", painter.width - used - 20, { size: 11 });
+    painter.text(rest.join(" · "), 14 + used, y + HEADING / 2 + 2, "dim", painter.width - used - 20, { size: 11, ground: true }); // over the lines of collectives and steps
   }
 }
 

@@ -107,15 +107,25 @@ class TimelinePainter extends CanvasPainter {
   // Returns the x coordinate of a time.
   x(t) { return GUTTER + ((t - this.now.t0) / (this.now.t1 - this.now.t0)) * this.plot; }
 
-  // Draws a text, shortened to its room; a `whole` one is left out instead. Returns the width drawn.
-  text(label, x, y, color, room, { size = 12, align = "left", bold = false, whole = false } = {}) {
+  // Draws a text, shortened to its room; a `whole` one is left out instead. One with `ground` can be read over lines. Returns the width drawn.
+  text(label, x, y, color, room, { size = 12, align = "left", bold = false, whole = false, ground = false } = {}) {
     const pen = this.context;
     pen.font = `${bold ? "600 " : ""}${size}px ${this.font}`;
     pen.fillStyle = this.colors[color]; pen.textAlign = align; pen.textBaseline = "middle";
     if (room < 14 || (whole && pen.measureText(label).width > room)) return 0;
     while (label.length > 1 && pen.measureText(label).width > room) label = label.slice(0, -2).trimEnd() + "…";
-    if (pen.measureText(label).width <= room) pen.fillText(label, x, y);
-    return pen.measureText(label).width;
+    const wide = pen.measureText(label).width;
+    if (ground && wide <= room) this.ground(x - 3, y - size / 2 - 2, wide + 6, size + 4, color);
+    if (wide <= room) pen.fillText(label, x, y);
+    return wide;
+  }
+
+  // Draws what is behind a text that lies on bars or lines, and goes on in `color`.
+  ground(x, y, wide, high, color) {
+    const pen = this.context;
+    pen.fillStyle = this.colors.bg; pen.globalAlpha = 0.86;
+    pen.fillRect(x, y, wide, high);
+    pen.fillStyle = this.colors[color]; pen.globalAlpha = 1;
   }
 
   paint(view, now, marks) {
@@ -228,10 +238,7 @@ class TimelinePainter extends CanvasPainter {
     const pen = this.context;
     pen.font = `11px ${this.font}`;
     if (!label || room < Math.min(96, pen.measureText(label).width + 16)) return; // a few letters are useless
-    const wide = Math.min(pen.measureText(label).width, room - 14);
-    pen.fillStyle = this.colors.bg; pen.globalAlpha = 0.86;
-    pen.fillRect(x + 4, y + 4, wide + 6, LANE - 8);
-    pen.globalAlpha = 1;
+    this.ground(x + 4, y + 4, Math.min(pen.measureText(label).width, room - 14) + 6, LANE - 8, "fg");
     this.text(label, x + 7, y + LANE / 2, "fg", room - 14, { size: 11 });
   }
 
