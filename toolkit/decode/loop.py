@@ -104,7 +104,8 @@ def generate(
     Raises ModelError for an invalid prompt or option, and, under every strategy of the toolkit but not under "hf-generate", if
     no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; DeviceError if
     the strategy captures graphs and the device, the model or one of its operations doesn't support that; and RecorderError if
-    another thread records a run on this device, or generates while this run is to be recorded.
+    another thread records a run on this device, or generates while this run is to be recorded, and for a model on a cluster
+    inside of a block that records or measures this process.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
     if not isinstance(model, Remote):

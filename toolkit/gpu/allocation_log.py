@@ -42,6 +42,7 @@ class OpenScope:
     since: int = 0  # first row of `builder`
     before: list[Row] = field(default_factory=list)  # segments and blocks that were allocated at the start
     cuda: CudaScope | None = None  # position in the history of CUDA's allocator, for a scope on CUDA
+    asked: bool = False  # whether the user wrote it around some work, and so wants to see the memory of all of it
 
 
 class AllocationLog:

@@ -25,11 +25,11 @@ from toolkit.gpu.virtual.tensor import held
 from toolkit.trace.events import Trace, TraceBuilder
 
 
-def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
+def begin(device: Device | None = None, *, lines: bool = True, asked: bool = False) -> OpenScope:
     """Begin a scope on `device`, or on the device in use, which may also be opened later.
 
     The device in use is the open virtual GPU, or else every CUDA GPU. `lines=False` records no Python lines, the most
-    expensive part of an event. Raises DeviceError if `device` is a virtual GPU that is closed.
+    expensive part of an event. `asked` is for `asked_for`. Raises DeviceError if `device` is a virtual GPU that is closed.
     """
     settle()
     with signals_deferred, log.lock:
@@ -38,7 +38,7 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
             raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
         if log.builder is None:
             log.builder = TraceBuilder()
-        begun = OpenScope(device, log.builder, lines, running())
+        begun = OpenScope(device, log.builder, lines, running(), asked=asked)
         _set_lines(begun)
         try:
             if virtual is not None:
@@ -104,6 +104,11 @@ def _trace_of(begun: OpenScope) -> Trace:
 def measuring() -> bool:
     """Return whether a scope is open."""
     return bool(log.scopes)
+
+
+def asked_for() -> bool:
+    """Return whether a scope is open that the user wrote around some work. Those of `%memory on` and the Lab are none."""
+    return any(begun.asked for begun in list(log.scopes))
 
 
 def in_use() -> Device | None:

@@ -308,6 +308,11 @@ _recording: dict[str, tuple[Trace, int | None]] = {}
 _changing = threading.RLock()
 
 
+def recorded_for_all() -> str | None:
+    """Return the name of a device with an open recording that all threads join, or None: runs record themselves alone."""
+    return next((name for name, (_, owner) in list(_recording.items()) if owner is None), None)
+
+
 def not_recording(asked: str) -> RecorderError:
     """Return the error of a `stop` without a `start`."""
     return RecorderError(asked, "no recording is running", "Use `with tk.record(device) as trace:`")

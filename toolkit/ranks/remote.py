@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.core.distributed import current
-from toolkit.core.errors import ModelError, RankError, brief
+from toolkit.core.errors import ModelError, RankError, RecorderError, brief
 from toolkit.core.progress import check_cancel
 from toolkit.core.units import plural
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import OwnLoop, Strategy, find_strategy, strategies_of
+from toolkit.gpu import allocation_scopes
+from toolkit.gpu.device import recorded_for_all
 from toolkit.loading.loader import load
 from toolkit.loading.report import Report
 from toolkit.models.model import Remote
@@ -68,16 +70,20 @@ class RankedModel(Remote):
         """Generate on all ranks and return the run, whose trace has the events of all of them; see `tk.generate`.
 
         `on_token` is called on rank 0, in its process. `cancel` interrupts all ranks; their tokens are lost. Raises
-        CancelledError, RankError if a rank fails, and ModelError for a prefix, which only works in one process.
+        CancelledError, RankError if a rank fails, ModelError for a prefix, which only works in one process, and RecorderError
+        inside of a block that records or measures this process only.
         """
-        self._check_held("generating")
+        self._check_ready("generating")
         cancel = _event(options)
         find_strategy(decode)
         return joined(self.cluster.run_as("generating", cancel, _generate, self._number, prompt, decode, options))
 
     def compare(self, prompt: Any, decode: Iterable[str | Strategy] | None, **options: Any) -> Comparison:
-        """Generate with each strategy on all ranks. The table is that of rank 0; each run has the events of all ranks."""
-        self._check_held("comparing")
+        """Generate with each strategy on all ranks. The table is that of rank 0; each run has the events of all ranks.
+
+        Raises as `generate` does.
+        """
+        self._check_ready("comparing")
         cancel = _event(options)
         names = list(decode) if isinstance(decode, Iterable) and not isinstance(decode, str) else decode
         found: list[Comparison] = self.cluster.run_as("comparing", cancel, _compare, self._number, prompt, names, options)
@@ -92,13 +98,18 @@ class RankedModel(Remote):
             self.cluster.run_as(f"freeing {brief(self.path)}", None, _free, self._number)
         self.cluster.handles.pop(self._number, None)
 
-    def _check_held(self, asked: str) -> None:
+    def _check_ready(self, doing: str) -> None:
+        asked = f"{doing} with {brief(self.path)}"
         if self._number not in self.cluster.handles:
-            raise ModelError(f"{asked} with {brief(self.path)}", "its weights were freed", "Load it again")
+            raise ModelError(asked, "its weights were freed", "Load it again")
+        _check_seen(asked, "Do it outside of that block: run.copies() and run.timeline() of a run show the ranks")
 
 
 def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel:
-    """Load a model onto the ranks of a cluster; see `tk.load`. Raises ModelError for what only works in one process."""
+    """Load a model onto the ranks of a cluster; see `tk.load`. Raises ModelError for what only works in one process.
+
+    Raises RecorderError inside of a block that records or measures this process only.
+    """
     if isinstance(path, nn.Module):
         asked, do = f"loading an instance of {type(path).__name__} onto a cluster", 'Pass its folder with engine="hf"'
         raise ModelError(asked, "its weights are in this process, and each rank reads its own part from files", do)
@@ -109,7 +120,21 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
         raise ModelError(asked, found, f"Leave them out: the cluster has {has} with {cluster.device}")
     if callable(options.pop("progress")):
         raise ModelError(asked, "a function of progress, which only works in one process", "Leave it out")
+    _check_seen(asked, "Do it outside of that block")
     return RankedModel(cluster, path, _event(options), options)
+
+
+def _check_seen(asked: str, do: str) -> None:
+    """Raise RecorderError inside of a block that records or measures this process: it would see nothing of the ranks."""
+    if device := recorded_for_all():
+        by = "tk.record, tk.copy_budget, %%copies or a test with a budget"
+        found = f"this process records {device} ({by}), and not the processes of the ranks"
+        raise RecorderError(asked, found, f"{do}. Or give cluster.run a function that contains the block")
+    if allocation_scopes.asked_for():
+        found = "this process measures its own memory (tk.memory or %%memory), and not that of the ranks"
+        raise RecorderError(
+            asked, found, "Do it outside of that block, and give cluster.memory a function that contains the block"
+        )
 
 
 def _event(options: dict[str, Any]) -> threading.Event | None:

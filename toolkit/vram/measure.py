@@ -237,10 +237,10 @@ class MemoryUse:
 
 
 class Scope:
-    """A `with tk.memory()` block."""
+    """A `with tk.memory()` block. `asked` says whether the user wrote it: see `allocation_scopes.asked_for`."""
 
-    def __init__(self, device: Device | str | torch.device | None, *, lines: bool = True) -> None:
-        self._device, self._lines = device, flag("lines", lines)
+    def __init__(self, device: Device | str | torch.device | None, *, lines: bool = True, asked: bool = False) -> None:
+        self._device, self._lines, self._asked = device, flag("lines", lines), asked
         self.use = MemoryUse()
 
     def __enter__(self) -> MemoryUse:
@@ -252,7 +252,7 @@ class Scope:
         begun = None
         try:
             with signals_deferred:
-                begun = self._begun = allocation_scopes.begin(device, lines=self._lines)
+                begun = self._begun = allocation_scopes.begin(device, lines=self._lines, asked=self._asked)
             self._host = host_memory.begin()
             self._start_s = perf_counter()
         except BaseException:  # without a value, the `with` statement never calls `__exit__`
@@ -345,7 +345,7 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
     Raises ToolkitError if anything but a function is decorated, and DeviceError if the device cannot be opened.
     """
     if device is None or isinstance(device, Device | str | torch.device):
-        return _Both(device, lines=lines)
+        return _Both(device, lines=lines, asked=True)
     return _decorated(device)
 
 
@@ -388,14 +388,14 @@ def _decorated(function: F, device: Device | str | torch.device | None = None, l
 
         @functools.wraps(function)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with Call(device, lines=lines):
+            with Call(device, lines=lines, asked=True):
                 return await function(*args, **kwargs)
 
     else:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with Call(device, lines=lines):
+            with Call(device, lines=lines, asked=True):
                 return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

@@ -94,7 +94,7 @@ class MemoryMagics(Magics):
             raise plain(error) from None
         failed: BaseException | None = None
         try:
-            scope = Scope(guard.device if guard is not None else options.device)
+            scope = Scope(guard.device if guard is not None else options.device, asked=True)
             scope.__enter__()
             try:
                 with displayed_later(self.shell, cell) if silenced(self.shell, cell) else nullcontext():
