@@ -39,6 +39,7 @@ from toolkit.ranks.rank import Failure, versions
 from toolkit.ranks.waiting import error_of
 from toolkit.trace.events import Trace
 from toolkit.trace.join import join
+from toolkit.tune import problems_of
 from toolkit.ui.lessons.two_gpus import record, two_runs
 
 WAIT_S = 5  # in a collective, for a rank that does not arrive
@@ -491,6 +492,30 @@ def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
         tk.generate(model, "The", prefix=model)
     with pytest.raises(ModelError, match="its cache would be in this process"):
         Prefix(model, "The", 64)
+    model.free()
+
+
+def shapes_of_a_part() -> Any:
+    return tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=2, progress=False).kernel_shapes()
+
+
+def test_what_needs_the_weights_in_this_process_says_what_to_give_instead(pair: Cluster, tmp_path: Path) -> None:
+    model = tk.load("demo/qwen3", dtype="bfloat16", cluster=pair)
+    for call in (tk.plan, tk.costs):
+        with pytest.raises(ModelError, match=r"the ranks of a cluster hold its weights\. Give its name") as caught:
+            call(model)
+        assert "'demo/qwen3', dtype='bfloat16'" in caught.value.do
+        eval(caught.value.do.partition(": ")[2])
+    for options in ({}, {"tensor_parallel": 2}):
+        with pytest.raises(
+            ModelError, match="exporting a model on a cluster: the ranks of a cluster hold its weights"
+        ) as caught:
+            tk.export(model, tmp_path, **options)
+        assert caught.value.do.endswith("tk.export('demo/qwen3', dtype='bfloat16', tensor_parallel=2, path=FOLDER)")
+    with pytest.raises(ModelError, match=r"tuning for a model on a cluster: the ranks of .* in a function for cluster\.run"):
+        tk.tune.warm(model, cluster=pair)
+    pairs = pair.run(shapes_of_a_part)[0]
+    assert problems_of(pairs) == pairs
     model.free()
 
 

@@ -18,12 +18,13 @@ import numpy as np
 
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
+from toolkit.core.remote import Remote
 from toolkit.core.units import bytes_text, number_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import AFTER, Run
 from toolkit.decode.sampling import checked
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
-from toolkit.models.model import Model, Remote, check_model
+from toolkit.models.model import Model, check_model
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time

@@ -21,6 +21,7 @@ from toolkit.core.distributed import WHOLE, Shard, check_same
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
 from toolkit.core.progress import check_cancel
+from toolkit.core.remote import Remote
 from toolkit.core.units import plural
 from toolkit.decode.compile_ahead import compile_ahead
 from toolkit.decode.parts import READBACKS, Readback
@@ -33,7 +34,7 @@ from toolkit.kernels.filters import NO_TOKEN
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.chunks import chunk_of
-from toolkit.models.model import Model, Remote, check_model
+from toolkit.models.model import Model, check_model
 from toolkit.text.prompts import StopText, TextStream, prompt_ids
 
 SMALL = 1 << 24  # numbers in a model that one thread computes as quickly as several

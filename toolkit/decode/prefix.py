@@ -10,11 +10,12 @@ import torch
 
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import LARGEST, integer
+from toolkit.core.remote import Remote
 from toolkit.core.units import plural
 from toolkit.decode.compile_ahead import compile_ahead
 from toolkit.models.cache import Cache
 from toolkit.models.chunks import chunk_of
-from toolkit.models.model import Model, Remote, check_model
+from toolkit.models.model import Model, check_model
 from toolkit.text.prompts import prompt_ids
 
 

@@ -27,6 +27,7 @@ from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
 from toolkit.core.files import check_path, shown, writing
 from toolkit.core.numbers import integer
+from toolkit.core.remote import check_here
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
@@ -130,6 +131,7 @@ def export(
         CancelledError: `cancel` was set.
     """
     folder = Path(os.path.abspath(check_path(path, f"an export into {shown(path)}", PackageError)))
+    check_here(model, "exporting a model on a cluster", "Give its name: tk.export({divided}, path=FOLDER)")
     ranks = _ranks(model, tensor_parallel)
     other = None if share is None else check_path(share, f"sharing the weights of {shown(share)}", PackageError)
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -7,7 +7,6 @@ transformers. Loading, exporting and tuning need modules and weights and take a 
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -112,20 +111,6 @@ class Model(Protocol):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the fp32 logits [B, T, vocab] of the hidden states that `advance` returned."""
-
-
-class Remote(ABC):
-    """A model in other processes. `tk.generate` and `tk.compare` pass their arguments on to it."""
-
-    clock: str  # "measured" or "modelled", as that of a device
-
-    @abstractmethod
-    def generate(self, prompt: Any, decode: Any, **options: Any) -> Any:
-        """Generate there; see `tk.generate`."""
-
-    @abstractmethod
-    def compare(self, prompt: Any, decode: Any, **options: Any) -> Any:
-        """Compare strategies there; see `tk.compare`."""
 
 
 class CausalLM(Shown, nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import ToolkitError, brief, kind_of, unknown_name
 from toolkit.core.numbers import integer
+from toolkit.core.remote import check_here
 from toolkit.core.units import parse_bytes
 from toolkit.decode.prefix import check_chunk
 from toolkit.gpu.catalogue import GpuSpec
@@ -58,6 +59,7 @@ def costs(
     """
     if isinstance(model, str | os.PathLike):
         return costs_of(describe(model, scheme, dtype), context, _name(model, scheme))
+    check_here(model, "costs of a model on a cluster", "Give its name, for the costs of the whole model: tk.costs({named})")
     if scheme is not None or dtype is not None:
         asked = f"costs of {kind_of(model)} with scheme={scheme!r}, dtype={dtype!r}"
         raise ToolkitError(asked, "the model is already loaded", "Leave out scheme and dtype, or pass the name")
@@ -99,6 +101,7 @@ def plan(
     the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, contexts that the model does not support, and
     numbers of ranks that can't divide the model.
     """
+    check_here(model, "a plan of a model on a cluster", "Give its name: tk.plan({divided})")
     if kv not in (None, "auto", *KV_SCHEMES):
         raise unknown_name("KV scheme", kv, ["None (plain)", "auto", *KV_SCHEMES])
     spec = _figures(device)

@@ -6,6 +6,7 @@ The functions below run on all ranks, which keep the models in `_models`, by num
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterable, Set
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torch import nn
 from toolkit.core.distributed import current
 from toolkit.core.errors import ModelError, RankError, RecorderError, brief
 from toolkit.core.progress import check_cancel
+from toolkit.core.remote import Remote
 from toolkit.core.units import plural
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
@@ -27,7 +29,6 @@ from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import recorded_for_all
 from toolkit.loading.loader import load
 from toolkit.loading.report import Report
-from toolkit.models.model import Remote
 from toolkit.ranks.runs import joined
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class RankedModel(Remote):
     Attributes:
         cluster: The cluster.
         path: The name or path that was loaded.
+        named: The path, scheme and dtype that were given, as text.
         reports: What each rank loaded, by rank.
         clock: "measured" or "modelled", the clock of its devices.
         strategies: The names of the decode strategies that can run it.
@@ -52,6 +54,8 @@ class RankedModel(Remote):
     def __init__(self, cluster: Cluster, path: Any, cancel: threading.Event | None, options: dict[str, Any]) -> None:
         self._number = next(_numbers)
         self.cluster, self.path = cluster, path
+        given = [f"{name}={options[name]!r}" for name in ("scheme", "dtype") if options.get(name) is not None]
+        self.named = ", ".join([repr(os.fspath(path)) if isinstance(path, os.PathLike) else repr(path), *given])
         try:
             arguments = (self._number, set(cluster.handles), path, cluster.device, cluster.ranks, options)
             found: list[Loaded] = cluster.run_as(f"loading {brief(path)}", cancel, _load, *arguments)

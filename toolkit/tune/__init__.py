@@ -20,6 +20,7 @@ import torch
 from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.flags import flag
 from toolkit.core.progress import Counter, Progress
+from toolkit.core.remote import check_here
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.registry import configs_of, find_kernel, find_shape
 from toolkit.kernels.registry import kernels as kernels
@@ -122,6 +123,8 @@ def warm(
 
 def problems_of(what: Any) -> list[tuple[Kernel, Shape]]:
     """Return the argument of `warm` as (kernel, shape) pairs. Raises ToolkitError if it is neither model, kernel nor pairs."""
+    do = "Give (kernel, shape) pairs: those that kernel_shapes() of a rank's part returns, in a function for cluster.run"
+    check_here(what, "tuning for a model on a cluster", do)
     if hasattr(what, "kernel_shapes"):
         what = what.kernel_shapes()
     if isinstance(what, Kernel | str):
