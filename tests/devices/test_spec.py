@@ -1,6 +1,7 @@
 """Tests of the GPU catalogue: figures and their sources."""
 
 import json
+import re
 from dataclasses import FrozenInstanceError, fields
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,9 @@ def test_the_catalogue_shows_a_table() -> None:
     [
         ("virtual:2xh200", "virtual:2xh200", "h200"), ("2xcuda", "2xcuda", "cuda"), ("2xcpu", "2xcpu", "cpu"),
         ("2xh200", "virtual:2xh200", "h200"), ("virtual:2x8GiB", "virtual:2x8GiB", "virtual:8GiB"),
+        ("virtual:2 x h200", "virtual:2xh200", "h200"), ("virtual:2xH200", "virtual:2xh200", "h200"),
+        ("virtual:2x2xh200", "virtual:2xh200", "h200"), ("2xvirtual:h200", "virtual:2xh200", "h200"),
+        ("2xCUDA", "2xcuda", "cuda"), ("virtual:2xcuda", "2xcuda", "cuda"),
     ],
 )  # fmt: skip
 def test_names_of_several_devices_are_those_of_a_cluster(name: str, cluster: str, one: str) -> None:
@@ -158,6 +162,23 @@ def test_names_of_several_devices_are_those_of_a_cluster(name: str, cluster: str
     for use in (open_device, partial(tk.plan, "demo/qwen3")):
         with pytest.raises(DeviceError, match=found):
             use(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "cluster"),
+    [
+        ("virtual:0xh200", 'such names are for several devices. For one, write "virtual:h200". For several, start', 2),
+        ("virtual:1xh200", 'such names are for several devices. For one, write "virtual:h200". For several, start', 2),
+        ("virtual:65xh200", "several devices need several processes. Start", 64),
+    ],
+)
+def test_the_advice_has_a_number_of_devices_that_a_cluster_can_have(name: str, found: str, cluster: int) -> None:
+    with pytest.raises(DeviceError, match=re.escape(found)) as caught:
+        open_device(name)
+    assert f'tk.cluster("virtual:{cluster}xh200")' in caught.value.do
+    assert f'tk.plan(MODEL, "h200", tensor_parallel={cluster})' in caught.value.do
+    with pytest.raises(UnknownNameError, match="'2xnvidia': no such name"):
+        open_device("virtual:2xnvidia")
 
 
 def test_what_looks_like_a_device_is_told_apart() -> None:

@@ -33,7 +33,7 @@ from toolkit.decode.prefix import Prefix
 from toolkit.gpu.opening import open_device
 from toolkit.ranks import begun, remote
 from toolkit.ranks import rank as on_rank
-from toolkit.ranks.cluster import Cluster, check_versions
+from toolkit.ranks.cluster import Cluster, check_versions, checked
 from toolkit.ranks.engines import START_S
 from toolkit.ranks.rank import Failure, versions
 from toolkit.ranks.waiting import error_of
@@ -662,8 +662,14 @@ def assert_ended(processes: list[psutil.Process]) -> None:
         (("cpu", 10**9), RankError, "not a whole number from 1 to 64"),
         (("virtual:0xh200",), RankError, "not a whole number from 1 to 64"),
         (("virtual:2xh200", 4), RankError, "the name asks for 2 ranks"),
-        (("virtual:2xh2000",), UnknownNameError, 'Did you mean "h200"'),
+        (("virtual:2xh2000",), UnknownNameError, 'Did you mean "virtual:2xh200"'),
+        (("virtual:2 x h200",), UnknownNameError, 'Did you mean "virtual:2xh200"'),
+        (("virtual:3x H200",), UnknownNameError, 'Did you mean "virtual:3xh200"'),
+        (("virtual:2x2xh200",), UnknownNameError, 'Did you mean "virtual:2xh200"'),
+        (("virtual:2xcuda",), UnknownNameError, 'Did you mean "2xcuda"'),
         (("cdua", 2), UnknownNameError, 'Did you mean "cuda"'),
+        (("h200", 4), UnknownNameError, 'Did you mean "virtual:h200"'),
+        (("virtual:H200",), UnknownNameError, 'Did you mean "virtual:2xh200"'),
         (("2xh200",), UnknownNameError, 'Did you mean "virtual:2xh200"'),
         (("64xcuda",), DeviceError, 'Use virtual GPUs: "virtual:64xh200"'),
         (("cuda", 64), DeviceError, r"this machine has \d+ CUDA GPUs, and each rank needs one"),
@@ -675,6 +681,15 @@ def test_bad_clusters_start_no_process(arguments: tuple[Any, ...], error: type[E
     with pytest.raises(error, match=found):
         tk.cluster(*arguments)
     assert set(psutil.Process().children(recursive=True)) <= set(before)  # one of an earlier test may end now
+
+
+def test_without_gpus_virtual_ones_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, advised in ((("cuda",), 2), (("cuda", 3), 3), (("2xcuda",), 2)):
+        with pytest.raises(DeviceError, match=f'has 0 CUDA GPUs.* Use virtual GPUs: "virtual:{advised}xh200"'):
+            checked(*arguments)
+    with pytest.raises(RankError, match=r'Try tk.cluster\("virtual:h200", 2\)'):
+        checked("0xcuda")
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "silent_s"])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TIMEOUT_S = 600.0  # a rank that takes longer to arrive counts as lost; ranks may load weights at different speeds
+MOST = 64  # ranks on one machine
 GROUP = "0"  # the name that torch.distributed gives its default group
 _FAILED = "toolkit/failed"  # in the group's store: the first rank that failed, and its error
 

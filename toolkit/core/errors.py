@@ -101,10 +101,10 @@ def brief(value: object, most: int = 80) -> str:
     return text[:most]
 
 
-def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a `name` that is not in `known`. It suggests the nearest name and lists all of them."""
+def unknown_name(what: str, name: object, known: Iterable[str], meant: str | None = None) -> UnknownNameError:
+    """Return the error for a `name` that is not in `known`. It suggests `meant`, or the nearest name, and lists all of them."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.5)
+    near = [meant] if meant else difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.5)
     hint = f'Did you mean "{near[0]}"? ' if near else ""
     asked, do = f"{what} {brief(name, 200)}", f"{hint}Known: {', '.join(names) or 'none'}"
     return UnknownNameError(asked, "no such name", do, known=names)

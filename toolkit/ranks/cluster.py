@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from toolkit.core.distributed import TIMEOUT_S
+from toolkit.core.distributed import MOST, TIMEOUT_S
 from toolkit.core.errors import CancelledError, DeviceError, RankError, brief, unknown_name
 from toolkit.core.numbers import integer, real
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import plural
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.device import Memory
-from toolkit.gpu.virtual.device import spec_of
+from toolkit.gpu.virtual.device import find_spec, joint, meant
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
 from toolkit.ranks.rank import at_peak, enter, execute, memory_now, prepare, set_budget, versions
@@ -34,7 +34,6 @@ from toolkit.ranks.waiting import Tasks, error_of, first_failure
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST = 64  # ranks on one machine
 _SEVERAL = re.compile(r"(virtual:)?(\d{1,9})x(.+)")
 
 
@@ -317,24 +316,30 @@ def checked(device: str, ranks: object = None) -> tuple[str, int]:
     """Return the device that each rank opens and the number of ranks. Raises an error for what this machine doesn't have."""
     asked = f"a cluster of {brief(device)}" + (f" with ranks={brief(ranks)}" if ranks is not None else "")
     kind, number = several(str(device)) or (str(device), None)
-    if kind.startswith("virtual:"):
-        spec_of(kind.removeprefix("virtual:"))
-    elif kind not in ("cpu", "cuda"):
-        names = ["cpu", "cuda", "2xcuda", *(f"virtual:2x{card}" for card in CATALOGUE)]
-        raise unknown_name("device of a cluster", device, names)
+    if kind not in ("cpu", "cuda") and not (kind.startswith("virtual:") and find_spec(kind.removeprefix("virtual:"))):
+        names = ["cpu", "cuda", "2xcuda", *(joint(f"virtual:{card}", 2) for card in CATALOGUE)]
+        raise unknown_name("device of a cluster", device, names, _nearest(str(device), ranks))
     default = max(_gpus(), 1) if kind == "cuda" and number is None else number
     if default is None and ranks is None:
-        do = f'Write "{kind.replace("virtual:", "virtual:2x") if ":" in kind else f"2x{kind}"}", or pass ranks=2'
-        raise RankError(asked, "the number of ranks is not stated", do)
+        raise RankError(asked, "the number of ranks is not stated", f'Write "{joint(kind, 2)}", or pass ranks=2')
     count = integer(default if ranks is None else ranks, least=1, most=MOST)
     if count is None:
-        raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", f'Try tk.cluster("{kind}", 2)')
+        usable = kind if kind != "cuda" or _gpus() > 1 else "virtual:h200"
+        raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", f'Try tk.cluster("{usable}", 2)')
     if number is not None and number != count:
         raise RankError(asked, f"the name asks for {plural(number, 'rank')}", f"Give one of the two: tk.cluster({device!r})")
     if kind == "cuda" and count > _gpus():
         found = f"this machine has {plural(_gpus(), 'CUDA GPU')}, and each rank needs one"
-        raise DeviceError(asked, found, f'Use virtual GPUs: "virtual:{count}xh200"')
+        raise DeviceError(asked, found, f'Use virtual GPUs: "virtual:{max(count, 2)}xh200"')
     return kind, count
+
+
+def _nearest(device: str, ranks: object) -> str | None:
+    """Return the name that a misspelt one stands for. It has the number of ranks, unless that is given as `ranks`."""
+    if found := meant(device):
+        return joint(*found)
+    found = meant(f"2x{device}")
+    return None if found is None else joint(*found) if ranks is None else found[0]
 
 
 def _gpus() -> int:

@@ -6,6 +6,7 @@ GPU at a time, for all threads. `dispatch` runs its operations.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import platform
 import re
@@ -24,6 +25,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.weak import WeakIdKeyDictionary
 
+from toolkit.core.distributed import MOST
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
 from toolkit.core.signals import callbacks_of, signals_deferred
 from toolkit.core.units import bytes_text, parse_bytes
@@ -59,7 +61,8 @@ from toolkit.trace.events import Trace
 
 GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
-_SEVERAL = re.compile(r"(virtual:)?(\d+)x(.+)")
+# "virtual:2xh200", also misspelt: "2xh200", "virtual:2 x h200", "virtual:2x2xh200", "2xvirtual:h200"
+_SEVERAL = re.compile(r"(?:virtual:)?\s*(\d{1,9})\s*x\s*(?:(?:virtual:|\d+\s*x)\s*)*(.+)", re.IGNORECASE)
 _current: VirtualGpu | None = None
 _opening = threading.RLock()
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
@@ -229,23 +232,58 @@ def open_card() -> VirtualGpu | None:
 
 def spec_of(card: str) -> GpuSpec:
     """Return the figures of the virtual GPU called `card`, as in `open_virtual`, without opening it."""
-    if card in CATALOGUE:
-        return CATALOGUE[card]
-    if _SIZE.fullmatch(card.strip()):
+    found = find_spec(card)
+    if found is None:
+        check_single(f"virtual:{card}")
+        raise unknown_name("virtual GPU", card, [*CATALOGUE, "8GiB"])
+    return found
+
+
+def find_spec(card: str) -> GpuSpec | None:
+    """Return the figures of the virtual GPU called `card`, or None if there is none."""
+    if card not in CATALOGUE and _SIZE.fullmatch(card.strip()):
         return CATALOGUE[GENERIC].with_memory(parse_bytes(card))
-    check_single(f"virtual:{card}")
-    raise unknown_name("virtual GPU", card, [*CATALOGUE, "8GiB"])
+    return CATALOGUE.get(card)
 
 
 def check_single(name: str) -> None:
     """Raise DeviceError if the name asks for several devices: "2xcuda", "virtual:2xh200", or wrongly "2xh200"."""
-    if found := _SEVERAL.fullmatch(name):
-        virtual, count, kind = found.groups()
-        ranks = name if virtual or kind in ("cpu", "cuda") else f"virtual:{name}"
-        one = kind if kind in ("cpu", "cuda", *CATALOGUE) else f"virtual:{kind}"
-        do = f'Start a process for each, with tk.cluster("{ranks}") or torchrun. '
-        do += f'A plan needs no processes: tk.plan(MODEL, "{one}", tensor_parallel={count})'
-        raise DeviceError(f"the device {name}", "several devices need several processes", do)
+    if found := meant(name):
+        each, number = found
+        single = each.removeprefix("virtual:") if each.removeprefix("virtual:") in CATALOGUE else each
+        why, start = "several devices need several processes", "Start"
+        if number < 2:
+            why, start = "such names are for several devices", f'For one, write "{each}". For several, start'
+        do = f'{start} a process for each, with tk.cluster("{joint(each, number)}") or torchrun. '
+        do += f'A plan needs no processes: tk.plan(MODEL, "{single}", tensor_parallel={_possible(number)})'
+        raise DeviceError(f"the device {name}", why, do)
+
+
+def meant(name: str) -> tuple[str, int] | None:
+    """Return the device of each rank and the number that a name asks for, also if it is misspelt: "2xh200", "virtual:2 x H200".
+
+    None if the name asks for no number of devices, or for devices whose name resembles none.
+    """
+    found = _SEVERAL.fullmatch(name.strip())
+    if found is None:
+        return None
+    kind = found[2]
+    if not _SIZE.fullmatch(kind):
+        near = difflib.get_close_matches(kind.lower(), ["cpu", "cuda", *CATALOGUE], n=1, cutoff=0.7)
+        if not near:
+            return None
+        kind = near[0]
+    return kind if kind in ("cpu", "cuda") else f"virtual:{kind}", int(found[1])
+
+
+def joint(each: str, number: int) -> str:
+    """Return the name of a cluster with this device on each rank: "virtual:2xh200". It has 2 ranks if `number` is less."""
+    virtual, kind = "virtual:" if each.startswith("virtual:") else "", each.removeprefix("virtual:")
+    return f"{virtual}{_possible(number)}x{kind}"
+
+
+def _possible(number: int) -> int:
+    return min(max(number, 2), MOST)
 
 
 def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets as widgets
 import torch
 
+from toolkit.core.distributed import MOST
 from toolkit.core.units import GiB, bytes_text
 from toolkit.exporting.exporter import Package, export
 from toolkit.exporting.progress import memory_now
@@ -18,7 +19,7 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.planning.describe import describe, plan
 from toolkit.planning.plans import Plan, verdict
-from toolkit.ranks.cluster import MOST, several
+from toolkit.ranks.cluster import several
 from toolkit.ui.figures.plan import html, package_html
 from toolkit.ui.lab.code import CopyAsCode, Name, call
 from toolkit.ui.lab.fields import Panel, button, field, folder_of, row, without_gpu
