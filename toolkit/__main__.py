@@ -83,9 +83,9 @@ def run(options: argparse.Namespace) -> None:
     strategy = options.strategy
     if strategy is None:
         strategy = "cuda-graph" if gpu.graphs else "double-buffered"
-    if options.save is not None:
-        check_writable(options.save, tk.ToolkitError)
     with announcing():
+        if first and options.save is not None:  # other nodes need not have the folder
+            check_writable(options.save, tk.ToolkitError)
         model = tk.load(
             options.model, device=gpu, dtype=options.dtype, scheme=options.scheme, progress=first,
             tensor_parallel=shard.ranks,

@@ -20,8 +20,10 @@ RUN = ("run", "demo/qwen3", "The capital of France is", "--max-new-tokens", "5")
 LIMIT_S = 120
 
 
-def torchrun(nodes: int, per_node: int, arguments: Sequence[str], module: str = "toolkit") -> list[subprocess.Popen[str]]:
-    """Start an agent per node, each of which starts `per_node` ranks."""
+def torchrun(
+    nodes: int, per_node: int, arguments: Sequence[str], module: str = "toolkit", folders: Sequence[Path | None] = (None, None)
+) -> list[subprocess.Popen[str]]:  # fmt: skip
+    """Start an agent per node, each of which starts `per_node` ranks. `folders` are the current folders of the nodes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,7 +32,7 @@ def torchrun(nodes: int, per_node: int, arguments: Sequence[str], module: str = 
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     return [
         subprocess.Popen(
-            [*command, "--node-rank", str(node), "-m", module, *arguments], env=environment, text=True,
+            [*command, "--node-rank", str(node), "-m", module, *arguments], env=environment, text=True, cwd=folders[node],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for node in range(nodes)
@@ -69,12 +71,23 @@ def test_a_captured_step_of_a_divided_model(tmp_path: Path) -> None:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    file = tmp_path / "run.npz"
-    arguments = [*RUN, "--device", "cpu", "--strategy", "double-buffered", "--tensor-parallel", "2", "--save", str(file)]
-    first, second = printed(torchrun(2, 1, arguments))
+    """Only node 0 writes, so the other one has no folder for the file."""
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    for folder in (folders[0] / "runs", folders[1]):
+        folder.mkdir(parents=True)
+    arguments = [*RUN, "--device", "cpu", "--strategy", "double-buffered", "--tensor-parallel", "2", "--save", "runs/run.npz"]
+    first, second = printed(torchrun(2, 1, arguments, folders=folders))
     assert first.startswith(" Paris.")
     assert not second
-    assert tk.open_trace(file).meta["world_size"] == 2
+    assert tk.open_trace(folders[0] / "runs" / "run.npz").meta["world_size"] == 2
+
+
+def test_a_file_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
+    (agent,) = torchrun(1, 2, [*RUN, "--device", "cpu", "--save", str(tmp_path / "none" / "run.npz")])
+    out, errors = agent.communicate(timeout=LIMIT_S)
+    assert agent.returncode != 0
+    assert not out
+    assert "\nToolkitError: writing" in f"\n{errors}"
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
