@@ -104,7 +104,8 @@ def shell(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, model: RankedModel) ->
     made.push({"tk": tk, "model": model})
     yield made
     made.run_cell("%memory off")
-    made.reset()
+    for name in ("run", "model", "tk"):  # `reset` would also delete what processes of other tests need of `__main__`
+        made.user_ns.pop(name, None)
     gc.collect()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ def shell() -> Iterator[InteractiveShell]:
     made.run_cell("import torch, toolkit as tk; gpu = tk.device('virtual:h200'); x = torch.ones(4, device=gpu.torch)")
     yield made
     made.reset()  # frees the tensors that the cells left on the card
+    sys.modules["__main__"].__dict__.setdefault("__spec__", None)  # `reset` deletes it, and multiprocessing reads it
     gc.collect()
 
 
