@@ -178,23 +178,25 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = Fals
 
 
 _Rows = dict[str, tuple[Shape, list[tuple[Config, Record]]]]  # by the key of their shape
+_Correct = dict[tuple[Any, ...], tuple[str, _Rows]]  # the name of the GPU and rows, by what shapes of other lengths share
 
 
-def _correct(kernel: Kernel, kept: Tuned | None, earlier: bool) -> dict[tuple[Any, ...], tuple[str, _Rows]]:
-    """Return the name of the GPU and the correct rows (see `timed`), by what shapes of other lengths share."""
-    found: dict[tuple[Any, ...], tuple[str, _Rows]] = {}
+def _correct(kernel: Kernel, kept: Tuned | None, earlier: bool) -> _Correct:
+    """Return the correct rows of the kernel; see `timed`."""
+    found: _Correct = {}
+    if kept is None:
+        return found
     code = fingerprint(kernel)
-    for (name, key, words), row in kept.rows.items() if kept is not None else ():
+    for (name, key, words), row in kept.rows.items():
         if name == kernel.name and row.verdict == "ok" and row.us is not None and (row.kernel != code) == earlier:
             sizes = _sizes(kernel, key)
             if sizes is not None:
-                assert kept is not None
-                same = found.setdefault(_fixed(kernel, sizes), (kept.device.name, {}))
-                same[1].setdefault(key, (sizes, []))[1].append((_config(words), row))
+                _, rows = found.setdefault(_fixed(kernel, sizes), (kept.device.name, {}))
+                rows.setdefault(key, (sizes, []))[1].append((_config(words), row))
     return found
 
 
-def _nearest(kernel: Kernel, shape: Shape, correct: dict[tuple[Any, ...], tuple[str, _Rows]]) -> list[Timed]:
+def _nearest(kernel: Kernel, shape: Shape, correct: _Correct) -> list[Timed]:
     """Return those of the rows that suit `shape`, the best first."""
     gpu, rows = correct.get(_fixed(kernel, shape), ("", {}))
     space, found = set(space_of(kernel, shape)) if rows else set(), []
@@ -261,9 +263,7 @@ def _kept(gpu: str, facts: DeviceFacts | None = None) -> Tuned | None:
 
 
 @lru_cache(maxsize=1024)
-def _kept_correct(
-    kernel: Kernel, gpu: str, facts: DeviceFacts | None = None, earlier: bool = False
-) -> dict[tuple[Any, ...], tuple[str, _Rows]]:
+def _kept_correct(kernel: Kernel, gpu: str, facts: DeviceFacts | None = None, earlier: bool = False) -> _Correct:
     """Return `_correct` of the stored timings of a GPU. Cached, because a prompt of a new length looks up a dozen shapes."""
     return _correct(kernel, _kept(gpu, facts), earlier)
 
