@@ -81,10 +81,13 @@ def test_javascript_and_python_see_the_same(browser, tmp_path: Path, share: tupl
       const find = async (move, last) => (await tkProvider.find({ text: "memcpy", near: -1, move, last })).number;
       const step = async (move) => (await tkProvider.step({ track: 0, step: 2, move }))[0];
       const copies = (await tkProvider.find({ text: "D2H", near: -1, move: 1 })).count;
+      const layer = (text) => tkProvider.find({ text, near: -1, move: 1 });
+      const layers = [(await layer("Layer 2")).count, await layer("layer -1")];
       const visited = [await find(1, null), await find(1, 1), await find(-1, 3), await find(-1, 1)];
-      return [copies, ...visited, await step(1), await step(-1)];
+      return [copies, layers, ...visited, await step(1), await step(-1)];
     }"""
-    copies, *found, last, after, before = page.evaluate(asked)
+    copies, layers, *found, last, after, before = page.evaluate(asked)
+    assert layers == [Scene([track]).find("layer 2", -1, 1)["count"], None]
     assert copies == Scene([track]).find("D2H", -1, 1)["count"] > 0
     assert (found, last) == ([1, 2, 2], Scene([track]).find("memcpy", -1, -1)["number"])
     assert (after, before) == tuple(Scene([track]).find_step(0, 2, move=move)[0] for move in (1, -1))

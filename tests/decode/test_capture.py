@@ -53,6 +53,21 @@ def test_capture_can_be_switched_alone(model, name, options):
     assert captured.tok_per_s > 1.5 * eager.tok_per_s
 
 
+@pytest.mark.parametrize("name", ["double-buffered", "cuda-graph", "whole-loop"])
+def test_kernels_have_their_layer_and_the_line_of_the_model(model, name):
+    trace = generate(model, name).trace
+    kernels = trace.select(trace.is_kind("kernel") & (trace["step"] == 5))
+    layers, lines = kernels["layer"].tolist(), kernels.text("where")
+    inside = [(layer, line) for layer, line in zip(layers, lines, strict=True) if layer >= 0]
+    assert [layer for layer, _ in inside] == sorted(layer for layer, _ in inside)
+    assert {layer for layer, _ in inside} == set(range(model.config.num_hidden_layers))
+    assert {line.rpartition("/")[0] for _, line in inside} == {"toolkit/models"}
+    assert len({line for _, line in inside}) > 4, "the lines tell attention and MLP apart"
+    assert layers[0] == layers[-1] == -1, "embedding and sampling belong to no layer"
+    without = generate(model, name, lines=False).trace
+    assert set(without["layer"].tolist()) == {-1}
+
+
 @pytest.mark.parametrize("name", ["host-sampling", "roundtrip", "double-buffered"])
 def test_rates_contain_no_capture(model, name):
     captured = replace(STRATEGIES[name], capture="step")

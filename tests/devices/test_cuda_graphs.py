@@ -20,12 +20,15 @@ from toolkit.gpu.cuda.session import Announced, Captured, LoopRun, Range
 
 
 class Lines:
-    """Stands for a `LineLog`: the line is the time in units of 10 µs."""
+    """Stands for a `LineLog`: the line is the time in units of 10 µs, the layer the last digit of that in units of 100 µs."""
 
     problem = None
 
     def where(self, threads, times_ns):
         return [f"model.py:{time // 10_000}" for time in times_ns.tolist()]
+
+    def layers(self, threads, times_ns):
+        return (times_ns // 100_000) % 10
 
 
 NAMES = ["embed", "matmul", "sample"]
@@ -44,6 +47,7 @@ def test_a_replayed_kernel_has_the_line_that_captured_it():
     kernels = trace.select(trace.is_kind("kernel"))
     assert kernels["step"].tolist() == [1, 1, 1, 2, 2, 2]
     assert kernels.text("where") == ["model.py:161", "model.py:171", "model.py:181"] * 2
+    assert kernels["layer"].tolist() == [6, 7, 8] * 2
 
 
 @pytest.mark.parametrize("captures", [{}, {7: Captured(100, 200)}, {7: Captured(1_500_000, 1_750_000)}])

@@ -4,11 +4,13 @@ import heapq
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import perf_counter_ns
 
 import numpy as np
 import pytest
 
+from toolkit.core.current_layer import in_layer
 from toolkit.gpu.line_log import LineLog, know_thread
 
 
@@ -126,6 +128,42 @@ def test_threads_have_their_own_lines_under_both_of_their_numbers():
         native, cupti, times, lines = np.array(row).T
         for numbers in (native, cupti):
             assert [int(text.rpartition(":")[2]) for text in log.where(numbers, times)] == lines.tolist()
+
+
+def test_threads_have_layers_of_their_own():
+    rows = []
+
+    def work(thread):
+        def note(layer):
+            rows.append((know_thread(), perf_counter_ns(), layer))
+
+        note(-1)
+        for layer in range(3):
+            with in_layer(layer):
+                note(layer)
+                with suppress(ValueError), in_layer(10 * thread):
+                    note(10 * thread)
+                    raise ValueError
+                note(layer)
+            note(-1)
+
+    log = LineLog()
+    with in_layer(77):
+        log.start()
+        began = perf_counter_ns()
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    work(4)
+    for thread in threads:
+        thread.join()
+    log.stop()
+    with in_layer(78):
+        later = perf_counter_ns()
+    own = threading.get_native_id()
+    rows += [(own, began, 77), (own, began - 10**9, -1), (own, later, -1), (-7, began, -1)]
+    thread_ids, times, layers = np.array(rows).T
+    assert log.layers(thread_ids, times).tolist() == layers.tolist()
 
 
 def test_a_thread_without_python_takes_the_line_that_waits_for_it():

@@ -108,15 +108,20 @@ def test_nodes_of_a_step(gpu):
     loop.free()
 
 
-def test_kernels_of_a_replay_have_the_lines_that_captured_them(gpu):
+def test_kernels_of_a_replay_have_the_lines_and_layers_that_captured_them(gpu):
     model = tk.load("demo/qwen3", device=gpu, progress=False)
-    lines = {}
+    lines, layers = {}, {}
     for strategy in ("double-buffered", "cuda-graph", "whole-loop"):
         trace = generate(model, strategy, n=8).trace
         kernels = trace.select(trace.is_kind("kernel") & (trace["step"] == 5))
-        lines[strategy] = [w for w, n in zip(kernels.text("where"), kernels.text("name"), strict=True) if n != "publish_token"]
+        kernels = kernels.select([name != "publish_token" for name in kernels.text("name")])
+        lines[strategy], layers[strategy] = kernels.text("where"), kernels["layer"].tolist()
     assert lines["cuda-graph"] == lines["double-buffered"]
     assert lines["whole-loop"] in ([], lines["double-buffered"])  # CUPTI may report the first iteration only
+    assert layers["cuda-graph"] == layers["double-buffered"]
+    assert layers["whole-loop"] in ([], layers["double-buffered"])
+    assert [*dict.fromkeys(layers["cuda-graph"])] == [-1, *range(model.config.num_hidden_layers)]
+    assert {line.rpartition("/")[0] for line in lines["cuda-graph"]} == {"toolkit/models", "toolkit/decode"}
 
 
 def test_poll_reads_a_number_without_a_copy(gpu):

@@ -89,6 +89,22 @@ def test_the_same_tokens_on_the_virtual_gpu(name):
     gc.collect()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_kernels_have_their_layer(name):
+    model = build(name)
+    wrapped = hf.wrap(model, "virtual:h200")
+    for strategy in ("double-buffered", hf.HF_GENERATE):
+        trace = tk.generate(wrapped, PROMPT, strategy, max_new_tokens=4).trace
+        layers = trace["layer"][trace.is_kind("kernel") & (trace["step"] == 2)]
+        inside = layers[layers >= 0].tolist()
+        assert inside == sorted(inside), strategy
+        assert set(inside) == set(range(wrapped.config.num_hidden_layers)), strategy
+        assert layers[0] == layers[-1] == -1, strategy
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    del model, wrapped
+    gc.collect()
+
+
 def test_what_our_strategies_cross_is_theirs_and_what_the_model_copies_is_named():
     wrapped = hf.wrap(build("llama"), "virtual:h200")
     for strategy, counts in {"roundtrip": (2, 1, 0), "position-on-device": (0, 1, 1), "double-buffered": (0, 1, 0)}.items():

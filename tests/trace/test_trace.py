@@ -36,6 +36,7 @@ def random_trace(n: int, seed: int = 0) -> Trace:
             rank=int(rng.integers(0, 3)), step=int(rng.integers(-1, 9)), cell=int(rng.integers(-1, 9)),
             pinned=int(rng.integers(-1, 2)), clock=CLOCKS[rng.integers(2)], name=names[rng.integers(6)],
             where=[None, "a.py:1", "cell 7:2"][rng.integers(3)], owner=[None, "weights"][rng.integers(2)],
+            layer=int(rng.integers(-1, 99)),
             **(communication if rng.integers(2) else {}),
         )  # fmt: skip
     return builder.build({"device": "virtual:h200", "clock": "modelled", "steps_from": None, "sizes_only": False})

@@ -23,7 +23,14 @@ def decode_loop(
         for kernel in range(kernels):
             dur = int((5000 + 700 * kernel) * scale)
             builder.add(
-                "kernel", t, dur, stream=0, name=f"layer_{kernel}_matmul", where=f"models/qwen3.py:{40 + kernel}", **common
+                "kernel",
+                t,
+                dur,
+                stream=0,
+                name=f"layer_{kernel}_matmul",
+                where=f"models/qwen3.py:{40 + kernel}",
+                layer=kernel // 3 - 1,
+                **common,
             )
             t += dur + 300
         builder.add("d2d", t, 900, bytes=2 * 1024 * 1024, stream=0, name="Memcpy DtoD", where="models/cache.py:31", **common)
@@ -57,7 +64,7 @@ def ranks(count: int = 2, steps: int = 4, late: int = 1, delay: int = 200_000, *
             common = {"rank": rank, "step": step}
             builder.add("mark", t, 900_000, device=-1, name="decode", **common)
             builder.add("launch", t + 1000, 5000, device=-1, stream=0, name="cudaLaunchKernel", **common)
-            builder.add("kernel", t + 8000, begin[rank] - t - 9000, stream=0, name="gemm", **common)
+            builder.add("kernel", t + 8000, begin[rank] - t - 9000, stream=0, name="gemm", layer=step - 1, **common)
             builder.add(
                 "collective", begin[rank], max(begin.values()) + 20_000 - begin[rank], bytes=10752, stream=0,
                 name="one_shot_all_reduce_kernel", operation="all_reduce", algorithm="one-shot", group="tp", group_size=count,
@@ -90,7 +97,7 @@ def many_events(n: int = 1_000_000, seed: int = 0, clock: str = "modelled") -> T
         "device": np.where(np.isin(kind, [KINDS.index("mark"), KINDS.index("sync")]), -1, 0), "rank": np.zeros(n),
         "step": np.arange(n) // per_step, "cell": np.full(n, -1), "pinned": np.full(n, -1),
         "clock": np.full(n, clock == "modelled"), "name": name, "where": rng.integers(42, 72, n), "owner": np.full(n, -1),
-        "address": np.full(n, -1), "requested": np.full(n, -1),
+        "address": np.full(n, -1), "requested": np.full(n, -1), "layer": position // 50 - 1,
     }  # fmt: skip
     typed = {column: np.asarray(values).astype(COLUMNS[column]) for column, values in columns.items()}
     return Trace(typed, names + lines, {"device": "virtual:h200", "clock": clock, "steps_from": "marks"})

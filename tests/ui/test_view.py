@@ -229,6 +229,17 @@ def test_the_kind_of_a_copy_finds_all_copies_of_it() -> None:
     assert (scene.find("d2d", -1, 1), scene.find("kernel", -1, 1)) == (None, None)
 
 
+def test_layers_are_found_and_shown() -> None:
+    builder = TraceBuilder()
+    for i, layer in enumerate((-1, 1, 1, 11, 2)):
+        builder.add("kernel", 100 * i, 10, stream=0, name="matmul", layer=layer)
+    builder.add("kernel", 900, 10, stream=0, name="the last of Layer 1")
+    scene = Scene([Track(builder.build({}), "a")])
+    assert [scene.find(text, -1, 1)["count"] for text in ("layer 1", "Layer 11", "layer 2")] == [3, 1, 1]
+    assert [scene.find(text, -1, 1) for text in ("layer -1", "layer 12", "layer 999999")] == [None] * 3
+    assert [dict(facts(scene.tracks[0], row)).get("layer") for row in range(4)] == [None, "1", "1", "11"]
+
+
 def test_steps_without_marks_come_from_the_events() -> None:
     trace = decode_loop()
     bare = trace.select(~trace.is_kind("mark"))

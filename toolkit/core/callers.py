@@ -29,9 +29,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fo
 
 @lru_cache
 def _library_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of code that is never reported as the cause: torch, Triton, `toolkit.gpu`, IPython, which displays
-    what a cell gives it, what launches the kernels of `toolkit.ops`, and code in no file that a program wrote, such as the
-    methods of a dataclass.
+    """Return path prefixes of code that is never reported as the cause.
+
+    This is torch, Triton, `toolkit.gpu`, the building blocks of models (`toolkit.ops`, `toolkit.models.layers`), IPython, which
+    displays what a cell gives it, and code in no file that a program wrote, such as the methods of a dataclass.
     """
     import torch
 
@@ -39,9 +40,9 @@ def _library_prefixes() -> tuple[str, ...]:
     folders = [
         os.path.dirname(torch.__file__),
         *(folder for spec in others if spec is not None for folder in spec.submodule_search_locations or ()),
-        *(os.path.join(_PACKAGE, name) for name in ("gpu", "kernels")),
+        *(os.path.join(_PACKAGE, name) for name in ("gpu", "kernels", "ops")),
     ]
-    files = [os.path.join(_PACKAGE, "ops", f"{name}.py") for name in ("define", "launch_plan", "plans", "tape", "zeros")]
+    files = [os.path.join(_PACKAGE, "models", "layers.py")]
     written = ["<frozen", "<attrs generated", "<eval_with_key>", LAUNCH_PLAN]
     if sys.argv[:1] != ["-c"]:  # else it is the user's program
         written.append("<string>")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from toolkit.core.current_layer import in_layer
 from toolkit.core.errors import ModelError
 from toolkit.exporting.pieces import LEAST, tensors_of
 from toolkit.models.cache import Cache, check_one_sequence, check_room
@@ -117,7 +118,8 @@ class Exported:
             source = self.inner.source(layer)
             states = [*tensors_of(cache.states[source]), *lent.get(source, ())]
             inputs = [x, added, positions, *given[layer : layer + 1], *shared, *states, *weights]
-            x, added, *lent[layer] = compiled[method](inputs)
+            with in_layer(layer):
+                x, added, *lent[layer] = compiled[method](inputs)
         return Residual(x, added, self._post, self._scalar).sum()
 
 

@@ -1,4 +1,4 @@
-"""Record which line of Python runs when, on which thread, so that a recorder can tell which line caused a launch.
+"""Record which line of Python and which layer of a model runs when, so that a recorder can tell what caused a launch.
 
 A `LineLog` records the time of every line outside of library code (as `core.callers` defines it), and of every return to such
 a line. A launch belongs to the last line that its thread ran before it. This also covers operators (`x + y`, `x[3] = 7`,
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.callers import is_library, short_path
+from toolkit.core.current_layer import NO_LAYER, current_layer, listen, unlisten
 
 _known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that ever recorded
 _LIMIT = 1 << 23  # lines kept per thread (128 MiB), so that a long Python loop does not exhaust the host's memory
@@ -28,13 +29,17 @@ _LINE_BITS = 24
 
 
 class _Thread:
-    """The log of one thread: times in ns (perf_counter), and the line that starts at each, packed as code << 24 | line."""
+    """The log of one thread: times in ns (perf_counter), and the line that starts at each, packed as code << 24 | line.
 
-    __slots__ = ("cupti_id", "times", "what")
+    Layers have times of their own.
+    """
+
+    __slots__ = ("cupti_id", "layer_times", "layers", "times", "what")
 
     def __init__(self) -> None:
         self.cupti_id = know_thread()
         self.times, self.what = array("q"), array("q")
+        self.layer_times, self.layers = array("q"), array("q")
 
 
 def know_thread() -> int:
@@ -48,7 +53,10 @@ def know_thread() -> int:
 
 
 class LineLog:
-    """Records lines between `start` and `stop`; `where` looks them up. `problem` says why lines are missing, if any are."""
+    """Records lines and layers between `start` and `stop`; `where` and `layers` look them up.
+
+    `problem` says why lines are missing, if any are.
+    """
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -60,8 +68,10 @@ class LineLog:
         self._traced: list[FrameType] = []
 
     def start(self) -> None:
-        """Start recording lines. Sets `problem` instead of raising if another tracer is active."""
+        """Start recording. Sets `problem` instead of raising if another tracer is active."""
         self._home = threading.get_ident()
+        self._note_layer(current_layer())
+        listen(self._note_layer)
         frame = self._innermost(sys._getframe(1))
         if frame is not None:
             self._note(self._numbers[id(frame.f_code)], frame.f_lineno)
@@ -73,7 +83,8 @@ class LineLog:
             self._start_tracing()
 
     def stop(self) -> None:
-        """Stop recording lines. `where` still works."""
+        """Stop recording. `where` and `layers` still work."""
+        unlisten(self._note_layer)
         if self._tool is not None:
             sys.monitoring.set_events(self._tool, 0)  # type: ignore[attr-defined]
             sys.monitoring.free_tool_id(self._tool)  # type: ignore[attr-defined]
@@ -97,13 +108,22 @@ class LineLog:
         for thread_id in np.unique(thread_ids).tolist():
             for thread in (by_id.get(_known_threads.get(thread_id, thread_id)), home):
                 rows = np.flatnonzero((thread_ids == thread_id) & (packed < 0))
-                if thread is not None and thread.times:
-                    began, what = np.array(thread.times), np.array(thread.what)
-                    at = np.searchsorted(began, times_ns[rows], side="right") - 1
-                    packed[rows] = np.where(at >= 0, what[at], -1)
+                if thread is not None:
+                    packed[rows] = _latest(thread.times, thread.what, times_ns[rows])
         kinds, inverse = np.unique(packed, return_inverse=True)
         texts = [self._text(code) for code in kinds.tolist()]
         return [texts[i] for i in inverse.tolist()]
+
+    def layers(self, thread_ids: NDArray[np.int64], times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the layer that ran on each thread at each time (perf_counter, ns), or `NO_LAYER`. See `where` for threads."""
+        found = np.full(len(times_ns), NO_LAYER, np.int64)
+        by_id = {thread.cupti_id: thread for thread in self._threads.values()}
+        for thread_id in np.unique(thread_ids).tolist():
+            thread = by_id.get(_known_threads.get(thread_id, thread_id))
+            if thread is not None:
+                rows = np.flatnonzero(thread_ids == thread_id)
+                found[rows] = _latest(thread.layer_times, thread.layers, times_ns[rows])
+        return found
 
     def _text(self, packed: int) -> str | None:
         if packed < 0:
@@ -125,14 +145,24 @@ class LineLog:
         return frame
 
     def _note(self, number: int, line: int) -> None:
-        thread = self._threads.get(threading.get_ident())
-        if thread is None:
-            thread = self._threads[threading.get_ident()] = _Thread()
+        thread = self._thread()
         if len(thread.times) < _LIMIT:
             thread.times.append(perf_counter_ns())
             thread.what.append(number << _LINE_BITS | line)
         else:
             self.problem = f"only the first {_LIMIT} lines were recorded"
+
+    def _note_layer(self, layer: int) -> None:
+        thread = self._thread()
+        if len(thread.layers) < _LIMIT:
+            thread.layer_times.append(perf_counter_ns())
+            thread.layers.append(layer)
+
+    def _thread(self) -> _Thread:
+        thread = self._threads.get(threading.get_ident())
+        if thread is None:
+            thread = self._threads[threading.get_ident()] = _Thread()
+        return thread
 
     def _note_return(self, frame: FrameType | None) -> None:
         """Record that a frame returned or yielded, so that its caller's line continues."""
@@ -213,3 +243,11 @@ class LineLog:
             frame = frame.f_back
         threading.settrace(entered)
         sys.settrace(entered)
+
+
+def _latest(times: array[int], values: array[int], asked_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the value that was noted last at each time, -1 before the first one."""
+    if not times:
+        return np.full(len(asked_ns), -1, np.int64)
+    at = np.searchsorted(np.array(times), asked_ns, side="right") - 1
+    return np.where(at >= 0, np.array(values)[at], -1)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.core.current_layer import layers_noted
 from toolkit.core.distributed import WHOLE, Shard, check_same, local_rank
 from toolkit.core.errors import FormatError, ModelError, ToolkitError, kind_of
 from toolkit.core.extras import install_command
@@ -242,7 +243,8 @@ class HfModel(Shown):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return fp32 logits [B, T, vocab] for ids [B, T]."""
-        logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits
+        with layers_noted(_layers(self.inner)):
+            logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits
         return logits.float()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -274,7 +276,8 @@ class HfModel(Shown):
             given["position_ids"] = positions[None]
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
-        logits: Tensor = self.inner(**given).logits
+        with layers_noted(_layers(self.inner)):
+            logits: Tensor = self.inner(**given).logits
         return logits[:, -1:]
 
     def logits(self, x: Tensor) -> Tensor:
@@ -307,7 +310,8 @@ class HfModel(Shown):
         """Run `generate` of transformers and return the new tokens, and the times at which they were known."""
         watch = _Watch(self.device, cancel)
         config = _generation_config(self.inner, limit, sampling, ends)
-        with watch.steps, _seeded(sampling, self.device), _replaced(self.inner, "generation_config", config):
+        replaced = _replaced(self.inner, "generation_config", config)
+        with watch.steps, _seeded(sampling, self.device), replaced, layers_noted(_layers(self.inner)):
             hook = self.inner.register_forward_pre_hook(watch.forward, with_kwargs=True)
             try:
                 prompt = torch.tensor([ids], device="cpu").to(self.device.torch)
@@ -403,6 +407,13 @@ def _per_layer(inner: Any) -> list[nn.Module]:
     """Return the table of per-layer inputs, if any. Without its rows, the model would search for the embedded tokens."""
     table = getattr(inner.get_decoder(), "embed_tokens_per_layer", None)
     return [table] if isinstance(table, nn.Module) else []
+
+
+def _layers(inner: Any) -> Sequence[nn.Module]:
+    """Return the layers of the decoder; none if they are not in a list of their own."""
+    lists = [module for module in inner.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    count = inner.config.get_text_config(decoder=True).num_hidden_layers
+    return next((list(each) for each in lists if len(each) == count), ())
 
 
 def _generation_config(inner: Any, limit: int, sampling: Any, ends: Collection[int]) -> Any:

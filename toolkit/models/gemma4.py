@@ -417,8 +417,8 @@ class Model(CausalLM):
         """Run all layers on embedded tokens [B, T, hidden (+ per-layer inputs)] and return [B, T, hidden]."""
         x, given = self.enter(x)
         residual = Residual(x)
-        for layer, own in zip(self.layers, given or (None,) * len(self.layers), strict=True):
-            residual = layer(residual, at, own)
+        for layer in range(len(self.layers)):
+            residual = self.run_layer(layer, residual, at, given[layer] if given else None)
         return residual.sum()
 
     def _ropes(self, positions: Tensor) -> dict[str, Tensor]:

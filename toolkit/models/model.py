@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.core.current_layer import in_layer
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError, kind_of
 from toolkit.core.units import dtype_name
@@ -200,9 +201,10 @@ class CausalLM(Shown, nn.Module):
         """Return the state that all layers share while `x` passes through them. Its type is the architecture's own."""
         raise NotImplementedError  # each architecture has its own
 
-    def run_layer(self, layer: int, residual: Residual, at: Any, *given: Tensor) -> Residual:
+    def run_layer(self, layer: int, residual: Residual, at: Any, *given: Tensor | None) -> Residual:
         """Run one layer on a cache. `at` is the result of `passing`, and `given` the layer's additional input, if any."""
-        out: Residual = self.layers[layer](residual, at, *given)
+        with in_layer(layer):
+            out: Residual = self.layers[layer](residual, at, *given)
         return out
 
     def enter(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -267,6 +269,6 @@ class CausalLM(Shown, nn.Module):
     def _layers(self, x: Tensor, at: Any, rope: Tensor | None = None) -> Tensor:
         """Run all layers on embedded tokens [B, T, hidden] and return hidden states [B, T, hidden]."""
         residual = Residual(x)
-        for layer in self.layers:
-            residual = layer(residual, at, rope)
+        for layer in range(len(self.layers)):
+            residual = self.run_layer(layer, residual, at, rope)
         return residual.sum()

@@ -13,9 +13,10 @@ Each column has one entry per event:
     cell               int32   notebook cell (execution count) whose code caused the event; -1: not in a notebook
     pinned             int8    host memory of a host-device copy: 1 page-locked, 0 pageable; -1: not known or no such copy
     clock              uint8   index into CLOCKS: whether the times were measured or modelled
-    name, where, owner int32   index into `strings`; -1: none. `where` is the "file:line" of the Python code responsible
+    name, where, owner int32   index into `strings`; -1: none. `where` is the "file:line" of the Python code responsible.
     address            int64   device address of an alloc, free or segment; -1: not known or none
     requested          int64   bytes requested by an alloc, before the allocator rounded them; -1: not known or none
+    layer              int16   layer of the model, from 0, whose code caused the event; -1: outside of layers, or not known
     operation          int32   operation of a collective, a send or a receive, such as "all_reduce"; index into `strings`
     algorithm          int32   how it was done, such as "ring, LL" or "one-shot"; index into `strings`
     group              int32   name of the process group; index into `strings`
@@ -62,10 +63,11 @@ COLUMNS: dict[str, type] = {
     "start_ns": np.int64, "dur_ns": np.int64, "kind": np.uint8, "bytes": np.int64, "stream": np.int32,
     "device": np.int16, "rank": np.int16, "step": np.int32, "cell": np.int32, "pinned": np.int8, "clock": np.uint8,
     "name": np.int32, "where": np.int32, "owner": np.int32, "address": np.int64, "requested": np.int64,
+    "layer": np.int16,
     "operation": np.int32, "algorithm": np.int32, "group": np.int32, "group_size": np.int32, "seq": np.int64, "peer": np.int16,
 }  # fmt: skip
 COMMUNICATION = ("operation", "algorithm", "group", "group_size", "seq", "peer")
-OPTIONAL = ("address", "requested", *COMMUNICATION)  # a trace without them has their "not known" value in each event
+OPTIONAL = ("address", "requested", "layer", *COMMUNICATION)  # a trace without them has their "not known" value in each event
 NOT_KNOWN = dict.fromkeys(("stream", "step", "cell", "pinned", "name", "where", "owner", *OPTIONAL), -1)
 TEXT_COLUMNS = ("name", "where", "owner", "operation", "algorithm", "group")
 

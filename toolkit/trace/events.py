@@ -393,17 +393,17 @@ class TraceBuilder:
     def row(
         self, kind: str, start_ns: int, dur_ns: int = 0, *, bytes: int = 0, stream: int = -1, device: int = 0, rank: int = 0,
         step: int = -1, cell: int = -1, pinned: int = -1, clock: str = "measured", name: str | None = None,
-        where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1, **communication: Any,
+        where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1, layer: int = -1,
+        **communication: Any,
     ) -> tuple[int, ...]:  # fmt: skip
         """Return one event for `build` without appending it. `toolkit.trace.columns` describes the columns.
 
         `communication` are the columns of collectives and peer copies: operation, algorithm, group, group_size, seq, peer.
         """
-        intern = self.intern
+        intern, more = self.intern, self._communication(**communication) if communication else 0
         return (
             start_ns, dur_ns, _KIND[kind], bytes, stream, device, rank, step, cell, pinned, clock != "measured",
-            intern(name), intern(where), intern(owner), address, requested,
-            self._communication(**communication) if communication else 0,
+            intern(name), intern(where), intern(owner), address, requested, layer, more,
         )  # fmt: skip
 
     def _communication(

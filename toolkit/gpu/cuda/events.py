@@ -4,7 +4,7 @@
 GPU. Anchors, which are runtime calls that both the profiler and the host timed, map the profiler's clock to the host's.
 
 All nodes of a graph are launched by one call. If the graph was captured during the recording, each node is assigned to the line
-that captured it instead (see `graph_nodes.graph_nodes`).
+and layer that captured it instead (see `graph_nodes.graph_nodes`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.current_layer import NO_LAYER
 from toolkit.core.distributed import GROUP
 from toolkit.gpu.cuda.announced import Found, collectives, numbered
 from toolkit.gpu.cuda.graph_nodes import Nodes, graph_nodes
@@ -55,10 +56,12 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     step[nodes.rows] = np.where(nodes.steps >= 0, nodes.steps, step[nodes.rows])
     session.ranges = sorted(session.ranges + nodes.ranges)
     where: list[str | None] = [None] * len(rows)
+    layer = np.full(len(rows), NO_LAYER)
     if session.log is not None:
         line_ns = cause.copy()
         line_ns[nodes.rows] = nodes.line_ns
-        where = session.log.where(np.array([row.thread for row in rows], np.int64), line_ns)
+        threads = np.array([row.thread for row in rows], np.int64)
+        where, layer = session.log.where(threads, line_ns), session.log.layers(threads, line_ns)
     order = np.argsort(start, kind="stable")
     stream = np.empty(len(rows), np.int32)
     stream[order] = number_streams(np.array([row.stream for row in rows], np.int64)[order])
@@ -70,7 +73,7 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
             row.kind if more is None else "collective", int(start[i]), row.dur_ns, bytes=n_bytes, stream=int(stream[i]),
             device=-1 if row.kind == "launch" else session.index,
             step=int(step[i]), cell=session.cell, pinned=row.pinned, name=row.name, where=where[i], rank=session.shard.rank,
-            **({} if more is None else more._asdict()),
+            layer=int(layer[i]), **({} if more is None else more._asdict()),
         )  # fmt: skip
     _add_marks(builder, found, clock, session)
     meta = dict(meta, steps_from="marks" if session.ranges else None, lines=session.log is not None)

@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.core import distributed
 from toolkit.core.callers import caller, chain, current_cell
+from toolkit.core.current_layer import NO_LAYER, current_layer
 from toolkit.core.signals import signals_deferred
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import GpuSpec
@@ -236,11 +237,13 @@ class Machine:
         The log is that of a process, and has no ranks.
         """
         inner, rank = where and where.rpartition(" > ")[2], self._shard.rank
-        for builder, since, place, of in ((self._builder, self._since_ns, inner, rank), (log.builder, 0, where, 0)):
+        recorded = (self._builder, self._since_ns, inner, rank, self._layer())
+        for builder, since, place, of, layer in (recorded, (log.builder, 0, where, 0, NO_LAYER)):
             if builder is not None:
                 builder.add(
                     kind, self.host_ns - since, bytes=block.size, stream=here().stream, step=here().step, where=place,
                     cell=current_cell(), clock="modelled", address=block.address, requested=block.requested, rank=of,
+                    layer=layer,
                 )  # fmt: skip
 
     def _log_event(self, kind: str, n_bytes: int, address: int) -> None:
@@ -271,6 +274,9 @@ class Machine:
             shard, steps_from = self._shard, "marks" if self._marked else None
             return builder.build(meta | distributed.described(shard) | {"sizes_only": sizes.used, "steps_from": steps_from})
 
+    def _layer(self) -> int:
+        return current_layer() if self.lines else NO_LAYER
+
     @property
     def recording(self) -> bool:
         return self._builder is not None
@@ -300,5 +306,6 @@ class Machine:
         builder.add(
             kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=here().step,
             cell=current_cell(), pinned=pinned, clock="modelled", name=name, rank=self._shard.rank,
-            where=(caller(self._home) if self.lines else None) if where == "" else where, **communication,
+            where=(caller(self._home) if self.lines else None) if where == "" else where,
+            layer=self._layer(), **communication,
         )  # fmt: skip

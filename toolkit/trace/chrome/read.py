@@ -247,7 +247,7 @@ class _Own:
 
     COLUMNS = (
         "start_ns", "dur_ns", "kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock", "name", "where",
-        "owner", "address", "requested", "communication",
+        "owner", "address", "requested", "layer", "communication",
     )  # fmt: skip
 
     def __init__(self, scanner: EventScanner) -> None:
@@ -276,7 +276,7 @@ class _Own:
                 get("stream", -1), get("device", 0), get("rank", 0), get("step", -1), get("cell", -1), get("pinned", -1),
                 CLOCKS.index(get("clock", "measured")), -1 if "unnamed" in args else code(event["name"]),
                 -1 if where is None else code(where), -1 if owner is None else code(owner),
-                get("address", -1), get("requested", -1), self._communication(args),
+                get("address", -1), get("requested", -1), get("layer", -1), self._communication(args),
             ))  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error

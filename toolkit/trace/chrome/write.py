@@ -41,7 +41,8 @@ _HOST_TITLES = {_CALLS: "launches and waits", _MARKS: "steps and marks", _MEMORY
 _RANK = 1 << 20  # process numbers per rank
 _ON_DEVICE = tuple(kind for kind in LANES if kind not in HOST_KINDS)
 _PLACES = 16  # tracks of a lane
-_OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
+_OPTIONAL = {"bytes": 0, "device": 0, "rank": 0}
+_OPTIONAL |= dict.fromkeys(("step", "layer", "cell", "pinned", "address", "requested"), -1)
 
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:

@@ -179,6 +179,7 @@ def facts(track: Track, row: int) -> list[list[str]]:
         ("start", f"{seconds_text((get['start_ns'] - track.start_ns) / 1e9)} after the first event"),
         *communication_facts(track, row),
         ("step", str(get["step"]) if get["step"] >= 0 else "outside all steps"),
+        ("layer", str(get["layer"]) if get["layer"] >= 0 else None),
         ("stream", str(get["stream"]) if get["stream"] >= 0 else None),
         ("device", f"GPU {get['device']}" if get["device"] >= 0 else "host"),
         ("host memory", {0: "pageable", 1: "pinned"}.get(get["pinned"])),

@@ -129,7 +129,7 @@ class PageTrack {
       ["start", `${timeText(this.columns.start[row] - this.packed.start_ns)} after the first event`],
       ["operation", text("operation")], ["algorithm", text("algorithm")], ["process group", group.filter((part) => part !== undefined).join(", ") || undefined],
       ["number", known("seq")], ["other end", known("peer", (n) => (text("operation") ? `rank ${n}` : `GPU ${n}`))], ["waited", this.waited(row)],
-      ["step", get("step") >= 0 ? String(get("step")) : "outside all steps"], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
+      ["step", get("step") >= 0 ? String(get("step")) : "outside all steps"], ["layer", known("layer")], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
       ["device", get("device") >= 0 ? `GPU ${get("device")}` : "host"], ["host memory", ["pageable", "pinned"][get("pinned")]],
       ["cell", get("cell") >= 0 ? String(get("cell")) : undefined], ["rank", get("rank") || this.packed.meta.ranks.length ? String(get("rank")) : undefined], ["owner", text("owner")],
     ];
@@ -154,10 +154,11 @@ function pageProvider(tracks, limits) {
   }));
   const find = ({ text, near, move, align = null, last = null }) => {
     const wanted = text.toLowerCase(), code = wanted in DIRECTIONS ? limits.kinds.indexOf(wanted) : -1, hits = [];
+    const number = Number(/^layer (\d{1,5})$/.exec(wanted)?.[1] ?? NaN); // equal to no layer if none was asked for
     tracks.forEach((track, t) => {
       const known = new Set(track.packed.strings.flatMap((string, code) => (string.toLowerCase().includes(wanted) ? [code] : [])));
-      const origin = track.origin(align), { start, dur, kind, name, where, operation } = track.columns;
-      for (let row = 0; row < track.packed.n; row++) if (kind.at(row) === code || [name, where, operation].some((column) => known.has(column.at(row)))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
+      const origin = track.origin(align), { start, dur, kind, layer, name, where, operation } = track.columns;
+      for (let row = 0; row < track.packed.n; row++) if (kind.at(row) === code || layer.at(row) === number || [name, where, operation].some((column) => known.has(column.at(row)))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
     });
     if (!wanted || !hits.length) return null;
     hits.sort((a, b) => a.start - b.start);

@@ -33,7 +33,7 @@ _SMALL = 1 << 16  # bytes; smaller columns aren't compressed, for browsers witho
 _NARROW = {
     "kind": "u1", "clock": "u1", "pinned": "i1", "device": "i2", "rank": "i2", "stream": "i4", "step": "i4", "cell": "i4",
     "name": "i4", "where": "i4", "owner": "i4", "operation": "i4", "algorithm": "i4", "group": "i4", "group_size": "i4",
-    "peer": "i2",
+    "peer": "i2", "layer": "i2",
 }  # fmt: skip
 
 

@@ -290,7 +290,7 @@ function mount(root, provider, meta) {
   const wholeButton = button("Everything, or one step (o)", "Overview", () => toggle());
   const found = element("span", { class: "tk-found", role: "status", "aria-live": "polite" });
   const searchInput = element("input", {
-    type: "search", class: "tk-search", "aria-label": "Search names, lines and copies (/)", placeholder: "search ( / )", title: "Search names and lines, or h2d, d2h, d2d, p2p (/). Enter: next, Shift+Enter: previous",
+    type: "search", class: "tk-search", "aria-label": "Search names, lines and copies (/)", placeholder: "search ( / )", title: "Search names and lines, or h2d, d2h, d2d, p2p, layer 17 (/). Enter: next, Shift+Enter: previous",
     oninput: () => { found.textContent = ""; },
     onkeydown: (event) => {
       if (event.key === "Enter") find(event.shiftKey ? -1 : 1);
@@ -485,7 +485,7 @@ function mount(root, provider, meta) {
       fill(summary(box));
       draw();
       if (state.view.count[box.i] <= 1) {
-        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "source", "duration", "operation", "waited", "step", "stream", "host memory"];
+        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "source", "duration", "operation", "waited", "step", "layer", "stream", "host memory"];
         clearTimeout(hover.timer);
         hover.timer = setTimeout(() => provider.facts(box.lane.track, state.view.row[box.i]).then((facts) => {
           if (state.hovered === mine && facts.length) fill([["", facts.find(([l]) => l === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => wantedFacts.includes(label))]);

@@ -7,6 +7,7 @@ per bin of pixels with its busy share, count and bytes. `page.js` does the same 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Sequence
 from functools import cached_property
@@ -37,6 +38,7 @@ MAX_TEXTS_LENGTH = 9000  # total characters of these pairs
 MAX_TEXT = 96  # characters of a name or a line in a view
 NO_TEXT = 65535
 MODELLED = 128  # bit of a segment's kind: its time is modelled
+_LAYER = re.compile(r"layer (\d{1,5})")
 SUBPIXELS = 16  # x positions are whole sixteenths of a pixel
 SEGMENT = (
     ("row", "<u4"),  # row of the trace: the event, or the first event of a bin
@@ -164,19 +166,23 @@ class Scene:
         """Return the next event (`move` 1) or the previous one (-1), seen from `near`, that contains `text`.
 
         Names, lines and the operations of collectives are searched. "h2d", "d2h", "d2d" and "p2p" also find all copies of this
-        kind. The result has its `track`, `row`, `start` and `end` on the axis, its `number` among the `count` found; None if no
+        kind, and "layer 17" all events of a layer.
+
+        The result has its `track`, `row`, `start` and `end` on the axis, its `number` among the `count` found; None if no
         event contains it.
         `last`, the number of the event found before, takes the place of `near`: several events may start at the same time.
         """
         wanted = text.casefold()
         columns = ("name", "where", "operation")
         kind = KINDS.index(wanted) if wanted in (*COPY_KINDS, "p2p") else -1
+        of_layer = _LAYER.fullmatch(wanted)
+        layer = int(of_layer[1]) if of_layer else -2  # no event has it
         found = []
         for number, (track, origin) in enumerate(zip(self.tracks, self.origins(align), strict=True)):
             codes = np.array([wanted in known.casefold() for known in track.trace.strings] + [False])  # the last one: no text
             for lane in track.lanes:
-                of_kind = track.trace["kind"][lane.rows] == kind
-                rows = lane.rows[np.any([of_kind, *(codes[track.trace[column][lane.rows]] for column in columns)], axis=0)]
+                direct = [track.trace["kind"][lane.rows] == kind, track.trace["layer"][lane.rows] == layer]
+                rows = lane.rows[np.any([*direct, *(codes[track.trace[column][lane.rows]] for column in columns)], axis=0)]
                 found.append(np.stack([track.trace["start_ns"][rows] - origin, rows, np.full(len(rows), number)]))
         table = np.concatenate(found, 1) if found else np.zeros((3, 0), np.int64)
         if not wanted or not table.shape[1]:
