@@ -161,7 +161,7 @@ def test_threads_have_layers_of_their_own():
     with in_layer(78):
         later = perf_counter_ns()
     own = threading.get_native_id()
-    rows += [(own, began, 77), (own, began - 10**9, -1), (own, later, -1), (-7, began, -1)]
+    rows += [(own, began, 77), (own, began - 10**9, -1), (own, later, -1), (-7, began, 77)]
     thread_ids, times, layers = np.array(rows).T
     assert log.layers(thread_ids, times).tolist() == layers.tolist()
 

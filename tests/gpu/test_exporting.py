@@ -78,6 +78,16 @@ def test_the_same_tokens_and_copies(both):
                 assert copies(got) == copies(want), (name, sampling)
 
 
+def test_kernels_have_their_layer(both):
+    model, package, *_ = both
+    exported = package.load()
+    for name in ("double-buffered", "cuda-graph"):
+        trace = tk.generate(exported, "Hi", name, max_new_tokens=8, context=384, eos=()).trace
+        layers = trace["layer"][trace.is_kind("kernel") & (trace["step"] == 5)].tolist()
+        assert [*dict.fromkeys(layers)] == [-1, *range(model.config.num_hidden_layers)], name
+        assert layers[-1] == -1, name
+
+
 def test_a_fresh_process_says_the_same(both):
     model, package, prompt, chunk, _ = both
     asked = {"max_new_tokens": 12, "eos": (), "context": 384, "prefill_chunk": chunk}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from array import array
+from collections.abc import Callable
 from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from toolkit.core.current_layer import NO_LAYER, current_layer, listen, unlisten
 _known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that ever recorded
 _LIMIT = 1 << 23  # lines kept per thread (128 MiB), so that a long Python loop does not exhaust the host's memory
 _LINE_BITS = 24
+_NOTHING = -1 << _LINE_BITS  # library code runs, below no other, or nothing was noted
 
 
 class _Thread:
@@ -102,27 +104,30 @@ class LineLog:
         Threads are given by their native id or by CUPTI's id. A thread that runs library code only (a worker of autograd or of
         a pool) gets the line of the thread that started the log, which is waiting for it.
         """
-        home = self._threads.get(self._home)
-        by_id = {thread.cupti_id: thread for thread in self._threads.values()}
-        packed = np.full(len(times_ns), -1, np.int64)
-        for thread_id in np.unique(thread_ids).tolist():
-            for thread in (by_id.get(_known_threads.get(thread_id, thread_id)), home):
-                rows = np.flatnonzero((thread_ids == thread_id) & (packed < 0))
-                if thread is not None:
-                    packed[rows] = _latest(thread.times, thread.what, times_ns[rows])
+        packed = self._look_up(thread_ids, times_ns, lambda thread: (thread.times, thread.what))
         kinds, inverse = np.unique(packed, return_inverse=True)
         texts = [self._text(code) for code in kinds.tolist()]
         return [texts[i] for i in inverse.tolist()]
 
     def layers(self, thread_ids: NDArray[np.int64], times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the layer that ran on each thread at each time (perf_counter, ns), or `NO_LAYER`. See `where` for threads."""
-        found = np.full(len(times_ns), NO_LAYER, np.int64)
+        found = self._look_up(thread_ids, times_ns, lambda thread: (thread.layer_times, thread.layers))
+        return np.maximum(found, NO_LAYER)
+
+    def _look_up(
+        self, thread_ids: NDArray[np.int64], times_ns: NDArray[np.int64], noted: Callable[[_Thread], tuple[Any, Any]]
+    ) -> NDArray[np.int64]:
+        """Return what was `noted`, (times, values), last before each time on each thread, or else on the one that began."""
+        home = self._threads.get(self._home)
         by_id = {thread.cupti_id: thread for thread in self._threads.values()}
+        found = np.full(len(times_ns), _NOTHING, np.int64)
         for thread_id in np.unique(thread_ids).tolist():
-            thread = by_id.get(_known_threads.get(thread_id, thread_id))
-            if thread is not None:
-                rows = np.flatnonzero(thread_ids == thread_id)
-                found[rows] = _latest(thread.layer_times, thread.layers, times_ns[rows])
+            for thread in (by_id.get(_known_threads.get(thread_id, thread_id)), home):
+                rows = np.flatnonzero((thread_ids == thread_id) & (found == _NOTHING))
+                began, what = map(np.array, ((), ()) if thread is None else noted(thread))
+                if len(began):
+                    at = np.searchsorted(began, times_ns[rows], side="right") - 1
+                    found[rows] = np.where(at >= 0, what[at], _NOTHING)
         return found
 
     def _text(self, packed: int) -> str | None:
@@ -243,11 +248,3 @@ class LineLog:
             frame = frame.f_back
         threading.settrace(entered)
         sys.settrace(entered)
-
-
-def _latest(times: array[int], values: array[int], asked_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the value that was noted last at each time, -1 before the first one."""
-    if not times:
-        return np.full(len(asked_ns), -1, np.int64)
-    at = np.searchsorted(np.array(times), asked_ns, side="right") - 1
-    return np.where(at >= 0, np.array(values)[at], -1)
