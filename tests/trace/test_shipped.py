@@ -53,6 +53,14 @@ def test_a_wrong_name_lists_the_names(two):
         tk.open_trace("trace.json.gz")
 
 
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name.startswith("h200/")])
+def test_kernels_of_shipped_traces_have_their_layer(name):
+    trace = tk.open_trace(name)
+    step = max(trace["step"][trace.is_kind("kernel")])
+    layers = trace["layer"][trace.is_kind("kernel") & (trace["step"] == step)].tolist()
+    assert sorted(set(layers)) == [-1, *range(36 if "8b" in name else 3)]
+
+
 def test_shipped_traces_were_measured_and_name_no_machine():
     assert {name.split("/")[2] for name in shipped_names() if name.startswith("h200/qwen3/")} == set(tk.STRATEGIES)
     line = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.py:\d+")

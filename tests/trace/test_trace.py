@@ -492,7 +492,7 @@ def test_calls_that_copy_to_pageable_memory_are_waits():
 
 def test_the_host_waits_for_logits_in_the_copy_itself_on_an_h200():
     table = open_trace("h200/qwen3-8b/host-sampling").copies()
-    assert (table["host_wait_us"] > 140).all()  # the waits alone are shorter than 30 µs
+    assert (table["host_wait_us"] > 100).all()  # the waits alone are shorter than 30 µs
     assert (open_trace("h200/qwen3-8b/roundtrip").copies()["host_wait_us"] < 30).all()  # to pinned memory
 
 
