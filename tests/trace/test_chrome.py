@@ -407,6 +407,52 @@ def test_a_file_of_a_later_version_is_refused(tmp_path, version):
         tk.open_trace(path)
 
 
+# ---- layers
+
+
+def module(name, ts, dur, tid=1):
+    return {"ph": "X", "cat": "python_function", "name": f"nn.Module: {name}", "pid": 1, "tid": tid, "ts": ts, "dur": dur}
+
+
+def test_layers_are_the_outermost_repeated_modules_in_the_order_in_which_they_ran(tmp_path):
+    events = []
+    for step in (0, 100):
+        events += [module("Net_0", step, 99), module("EmbeddingLayer_0", step + 1, 8)]
+        for i, name in enumerate(("EncoderLayer_0", "EncoderLayer_1", "DecoderBlock_3", "DecoderBlock_4")):
+            events += [module(name, step + 10 + 20 * i, 18), module("SparseBlock_0", step + 12 + 20 * i, 9)]
+        events += [module("DropoutLayer_7", step + 95, 2)]
+    events += [module("OtherLayer_0", 105, 90, tid=2), module("LayerNorm_0", 300, 50)]
+    launched = [(ts, 1) for ts in (5, 9, 13, 25, 29, 31, 51, 75, 96, 115, 175)] + [(115, 2), (310, 1)]
+    launched += [(140, 3)]  # of a thread without Python, such as that of autograd
+    for i, (ts, tid) in enumerate(launched):
+        events += [call(ts=ts, correlation=i, tid=tid), kernel(ts=400 + i, correlation=i)]
+    (tmp_path / "a.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    trace = tk.open_trace(tmp_path / "a.json")
+    layers = trace["layer"][trace.is_kind("kernel")].tolist()
+    assert layers == [-1, -1, 0, 0, -1, 1, 2, 3, -1, 0, 3, -1, -1, 1]
+    assert set(trace["layer"][trace.is_kind("launch")].tolist()) == {-1, 0, 1, 2, 3}
+
+
+def test_layers_of_what_the_profiler_wrote(tmp_path):
+    """The profiler of this PyTorch names modules as `open_trace` expects."""
+
+    class Block(torch.nn.Linear):
+        pass
+
+    net = torch.nn.Sequential(*(Block(8, 8) for _ in range(3)))
+    with torch.profiler.profile(with_stack=True) as profiler:
+        net(net(torch.ones(2, 8)))
+    profiler.export_chrome_trace(str(tmp_path / "cpu.json"))
+    written = json.loads((tmp_path / "cpu.json").read_text())
+    calls = [event for event in written["traceEvents"] if event.get("name") == "aten::addmm"]
+    for i, event in enumerate(calls):  # as if each product had launched a kernel
+        launch = call(ts=event["ts"], correlation=i) | {key: event[key] for key in ("pid", "tid")}
+        written["traceEvents"] += [launch, kernel(ts=event["ts"] + 10**6, correlation=i)]
+    (tmp_path / "a.json").write_text(json.dumps(written))
+    trace = tk.open_trace(tmp_path / "a.json")
+    assert trace["layer"][trace.is_kind("kernel")].tolist() == [0, 1, 2, 0, 1, 2]
+
+
 # ---- size
 
 

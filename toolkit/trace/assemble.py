@@ -160,7 +160,8 @@ class Calls:
 
 def assemble(
     rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64], ranges: list[Range], strings: Strings,
-    meta: dict[str, Any], *, where: NDArray[np.int64] | None = None, rank: int = 0, ranges_are: str = "marks",
+    meta: dict[str, Any], *, where: NDArray[np.int64] | None = None, layer: NDArray[np.int64] | None = None, rank: int = 0,
+    ranges_are: str = "marks",
     communications: Sequence[tuple[int, ...]] = (NO_COMMUNICATION,),
 ) -> Trace:  # fmt: skip
     """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks, of no less than 0 ns.
@@ -188,7 +189,8 @@ def assemble(
     columns: dict[str, Any] = {n: rows[n] for n in ("start_ns", "dur_ns", "kind", "bytes", "device", "pinned", "name")}
     columns["stream"] = stream
     columns["step"] = np.full(len(order), -1) if step is None else step
-    columns["where"] = np.full(len(order), -1) if where is None else where
+    for name, found in (("where", where), ("layer", layer)):
+        columns[name] = np.full(len(order), -1) if found is None else found
     columns |= _numbered(communication_columns(communications, rows["communication"]), rows)
     extra: dict[str, Any] = NOT_KNOWN | {
         "start_ns": marks[:, 0], "dur_ns": marks[:, 1] - marks[:, 0], "kind": KIND["mark"], "bytes": 0, "device": -1,

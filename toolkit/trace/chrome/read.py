@@ -1,13 +1,14 @@
 """Read Chrome traces of PyTorch's profiler (Kineto), of the toolkit's own export, and of other tools such as XLA.
 
-`read_chrome` makes one pass over the events and stores the relevant ones in columns. In PyTorch's profiler, source lines need
-`with_stack=True` and allocations need `profile_memory=True`.
+`read_chrome` makes one pass over the events and stores the relevant ones in columns. In PyTorch's profiler, source lines and
+layers need `with_stack=True`, and allocations need `profile_memory=True`.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from toolkit.trace.nccl import of_kernel
 from toolkit.trace.steps import Range, innermost
 
 _FUNCTION = re.compile(r"(.+)\((\d+)\): ")  # "file.py(12): name"; built-ins and modules have no file
+_MODULE = "nn.Module: "
+_LAYER = re.compile(_MODULE + r"\w*(Layer|Block)_\d+")
 _LIBRARY = re.compile(r"(^|/)(torch|triton|contextlib\.py)(/|$)|^<(?!ipython)")
 _PROFILERS_OWN_WAIT = "cudaDeviceSynchronize"
 
@@ -90,6 +93,7 @@ class _Kineto:
         self.sync_streams: dict[int, int] = {}
         self.functions: dict[int, array[int]] = {}  # per thread: start, end and `where` of each user function
         self.function_codes: dict[str, int] = {}
+        self.layers: dict[int, array[int]] = {}  # per thread: start, end and name of each module that may be a layer
         self.last_call = (-1, "")
         self.host_operations = 0
         self.comms = Comms(self.rows, self.strings)
@@ -186,16 +190,22 @@ class _Kineto:
 
     def _function(self, event: dict[str, Any]) -> None:
         name = event["name"]
-        code = self.function_codes.get(name)
-        if code is None:
-            match = _FUNCTION.match(name)
-            user = match is not None and not _LIBRARY.search(match[1])
-            code = self.strings.code(f"{match[1]}:{match[2]}") if match is not None and user else -1
-            self.function_codes[name] = code
+        if name not in self.function_codes:
+            self.function_codes[name] = self._code(name)
+        code = self.function_codes[name]
         if code >= 0:
             start = ns_of(event["ts"])
             row = array("q", (start, start + ns_of(event.get("dur", 0)), code))  # first: it may be out of range
-            self.functions.setdefault(self._thread(event), array("q")).extend(row)
+            ran = self.layers if name.startswith(_MODULE) else self.functions
+            ran.setdefault(self._thread(event), array("q")).extend(row)
+
+    def _code(self, name: str) -> int:
+        """Return the code of the line of a user's function, or of the name of a module that may be a layer; -1: neither."""
+        if name.startswith(_MODULE):
+            return self.strings.code(name) if _LAYER.fullmatch(name) else -1
+        match = _FUNCTION.match(name)
+        user = match is not None and not _LIBRARY.search(match[1])
+        return self.strings.code(f"{match[1]}:{match[2]}") if match is not None and user else -1
 
     def trace(self) -> Trace:
         """Return the Trace of the collected events."""
@@ -207,11 +217,12 @@ class _Kineto:
         cause, thread = self.calls.causes(rows)
         own = np.isin(rows["kind"], [KIND["launch"], KIND["sync"], KIND["alloc"], KIND["free"]])
         cause[own], thread[own] = rows["start_ns"][own], rows["thread"][own]
-        where = self._where(cause, thread)
+        where = self._innermost(_table(self.functions), cause, thread)
+        layer = self._innermost(_layers(_table(self.layers), self.strings), cause, thread)
         if self.functions:
             self.meta["lines"] = "functions"  # the format has only the first line of each function
         return assemble(
-            rows, cause, self.ranges, self.strings, self.meta, where=where, rank=self.meta.get("rank", 0),
+            rows, cause, self.ranges, self.strings, self.meta, where=where, layer=layer, rank=self.meta.get("rank", 0),
             communications=self.rows.communications,
         )  # fmt: skip
 
@@ -227,19 +238,47 @@ class _Kineto:
             rows = {name: column[keep] for name, column in rows.items()}
         return rows
 
-    def _where(self, cause: NDArray[np.int64], thread: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the innermost running function. Threads without Python (autograd) use the thread with the most functions."""
-        where = np.full(len(cause), -1, np.int64)
-        busiest = max(self.functions, key=lambda code: len(self.functions[code]), default=-1)
-        thread = np.where(np.isin(thread, list(self.functions)), thread, busiest)
+    def _innermost(
+        self, ran: dict[int, NDArray[np.int64]], cause: NDArray[np.int64], thread: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the value of the innermost of the intervals that `ran` on each thread, rows [start, end, value]; -1: none.
+
+        Threads without Python (autograd) use the thread with the most intervals.
+        """
+        found = np.full(len(cause), -1, np.int64)
+        busiest = max(ran, key=lambda number: len(ran[number]), default=-1)
+        thread = np.where(np.isin(thread, list(ran)), thread, busiest)
         order = np.argsort(thread, kind="stable")
         bounds = np.searchsorted(thread[order], np.arange(len(self.threads) + 1))
-        for code, ran in self.functions.items():
-            starts, ends, names = np.frombuffer(ran, np.int64).reshape(-1, 3).T
-            on = order[bounds[code] : bounds[code + 1]]
-            which = innermost(cause[on], starts, ends)
-            where[on] = np.where(which >= 0, names[which], -1)
-        return where
+        for number, table in ran.items():
+            on = order[bounds[number] : bounds[number + 1]]
+            which = innermost(cause[on], table[:, 0], table[:, 1])
+            found[on] = np.where(which >= 0, table[which, 2], -1)
+        return found
+
+
+def _table(ran: dict[int, array[int]]) -> dict[int, NDArray[np.int64]]:
+    return {thread: np.frombuffer(rows, np.int64).reshape(-1, 3) for thread, rows in ran.items()}
+
+
+def _layers(ran: dict[int, NDArray[np.int64]], strings: Strings) -> dict[int, NDArray[np.int64]]:
+    """Return the modules that are layers, rows [start, end, number], given those of each thread that may be, with their names.
+
+    Layers are not inside of others, and there are several of one class. They are numbered in the order in which they ran first.
+    """
+    outer = {}
+    for thread, table in ran.items():
+        table = table[np.lexsort((-table[:, 1], table[:, 0]))]
+        ended = np.maximum.accumulate(np.append(np.iinfo(np.int64).min, table[:-1, 1]))
+        outer[thread] = table[table[:, 0] >= ended]
+    rows = np.concatenate([*outer.values(), np.zeros((0, 3), np.int64)])
+    names = list(dict.fromkeys(rows[np.argsort(rows[:, 0], kind="stable"), 2].tolist()))
+    texts = list(strings.codes)
+    classes = Counter(texts[name].rpartition("_")[0] for name in names)
+    layers = [name for name in names if classes[texts[name].rpartition("_")[0]] > 1]
+    numbers = np.full(max(names, default=0) + 1, -1)
+    numbers[layers] = np.arange(len(layers))
+    return {thread: np.column_stack([table[:, :2], numbers[table[:, 2]]]) for thread, table in outer.items()}
 
 
 class _Own:
