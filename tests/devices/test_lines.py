@@ -166,6 +166,23 @@ def test_threads_have_layers_of_their_own():
     assert log.layers(thread_ids, times).tolist() == layers.tolist()
 
 
+def test_a_thread_outside_of_layers_has_none_while_another_runs_one():
+    rows = []
+
+    def work():
+        rows.append((know_thread(), perf_counter_ns()))
+
+    log = LineLog()
+    with in_layer(5):
+        log.start()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        work()
+    log.stop()
+    assert log.layers(*np.array(rows).T).tolist() == [-1, 5]
+
+
 def test_a_thread_without_python_takes_the_line_that_waits_for_it():
     log = LineLog()
     log.start()

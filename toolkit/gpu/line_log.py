@@ -167,6 +167,8 @@ class LineLog:
         thread = self._threads.get(threading.get_ident())
         if thread is None:
             thread = self._threads[threading.get_ident()] = _Thread()
+            thread.layer_times.append(perf_counter_ns())
+            thread.layers.append(current_layer())
         return thread
 
     def _note_return(self, frame: FrameType | None) -> None:
