@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import toolkit as tk
+from toolkit.core.current_layer import NO_LAYER, current_layer
 from toolkit.core.errors import FormatError, HubError, ModelError, RecorderError, ToolkitError, UnknownNameError
 from toolkit.core.extras import install_command
 from toolkit.decode.compare import decode_steps
@@ -103,6 +104,20 @@ def test_kernels_have_their_layer(name):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     del model, wrapped
     gc.collect()
+
+
+def test_an_interrupted_layer_is_not_the_current_one_any_more():
+    wrapped = hf.wrap(build("llama"), "cpu")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = wrapped.inner.model.layers[1].mlp.register_forward_hook(interrupt)
+    for strategy in ("double-buffered", hf.HF_GENERATE):
+        with pytest.raises(KeyboardInterrupt):
+            tk.generate(wrapped, PROMPT, strategy, max_new_tokens=4)
+        assert current_layer() == NO_LAYER, strategy
+    hook.remove()
 
 
 def test_what_our_strategies_cross_is_theirs_and_what_the_model_copies_is_named():

@@ -55,6 +55,7 @@ class in_layer:  # a class takes less time than a generator
 def layers_noted(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Make each of `layers` the current one while it runs, by its place among them. The modules have hooks inside the block."""
     with ExitStack() as hooks:
+        hooks.callback(set_layer, current_layer())  # a KeyboardInterrupt in a layer runs no hook after it
         for number, layer in enumerate(layers):
             hooks.callback(layer.register_forward_pre_hook(partial(_set, number)).remove)
             hooks.callback(layer.register_forward_hook(partial(_set, NO_LAYER), always_call=True).remove)
