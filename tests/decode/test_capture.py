@@ -68,6 +68,13 @@ def test_kernels_have_their_layer_and_the_line_of_the_model(model, name):
     assert set(without["layer"].tolist()) == {-1}
 
 
+def test_kernels_of_experts_have_the_line_of_the_model():
+    model = tk.load("demo/qwen3.5-moe", device="virtual:h200", progress=False)
+    trace = generate(model, "double-buffered", n=2).trace
+    lines = trace.select(trace.is_kind("kernel") & (trace["layer"] >= 0)).text("where")
+    assert {line.rpartition("/")[0] for line in lines} == {"toolkit/models"}
+
+
 @pytest.mark.parametrize("name", ["host-sampling", "roundtrip", "double-buffered"])
 def test_rates_contain_no_capture(model, name):
     captured = replace(STRATEGIES[name], capture="step")

@@ -31,8 +31,9 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fo
 def _library_prefixes() -> tuple[str, ...]:
     """Return path prefixes of code that is never reported as the cause.
 
-    This is torch, Triton, `toolkit.gpu`, the building blocks of models (`toolkit.ops`, `toolkit.models.layers`), IPython, which
-    displays what a cell gives it, and code in no file that a program wrote, such as the methods of a dataclass.
+    This is torch, Triton, `toolkit.gpu`, the building blocks of models (`toolkit.ops`, `toolkit.models.layers`,
+    `toolkit.weights.packed`), IPython, which displays what a cell gives it, and code in no file that a program wrote, such as
+    the methods of a dataclass.
     """
     import torch
 
@@ -42,7 +43,7 @@ def _library_prefixes() -> tuple[str, ...]:
         *(folder for spec in others if spec is not None for folder in spec.submodule_search_locations or ()),
         *(os.path.join(_PACKAGE, name) for name in ("gpu", "kernels", "ops")),
     ]
-    files = [os.path.join(_PACKAGE, "models", "layers.py")]
+    files = [os.path.join(_PACKAGE, *parts) for parts in (("models", "layers.py"), ("weights", "packed.py"))]
     written = ["<frozen", "<attrs generated", "<eval_with_key>", LAUNCH_PLAN]
     if sys.argv[:1] != ["-c"]:  # else it is the user's program
         written.append("<string>")
