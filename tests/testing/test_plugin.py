@@ -312,7 +312,10 @@ WRONG = {
     "copies(h2d=-1)": "a copy budget of h2d=-1: *",
     "copies(h2d=1, per='stpe')": '*Did you mean "step"?*',
     "copies(per='step')": "*no limit. Give one, such as d2h=1",
-    "copies(h2d=1, per='step')": "*the block has no steps*",
+    "copies(h2d=1, per='step')": '*the block has no steps. Mark them *, or leave out per="step"',
+    "copies(h2d=0)\n@pytest.mark.copies(d2h=0)": "@pytest.mark.copies: the test has it more than once. *",
+    "parametrize('n', [pytest.param(0, marks=pytest.mark.peak_memory(8))])\n@pytest.mark.peak_memory(9)\n"
+    "@pytest.mark.usefixtures('n')": "@pytest.mark.peak_memory: the test has it more than once. *",
     "peak_memory('2 gibberish')": "a size of '2 gibberish': not a number of bytes*",
     "peak_memory('1 GiB', '2 GiB')": "@pytest.mark.peak_memory: 2 arguments*",
 }
@@ -323,6 +326,29 @@ def test_wrong_marks_fail_their_test(run):
     found.assert_outcomes(errors=len(WRONG) - 1, failed=1)
     for said in WRONG.values():
         found.stdout.fnmatch_lines([said])
+
+
+def test_the_mark_of_a_test_has_priority_over_others(run, pytester):
+    pytester.makeconftest("""
+import pytest
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.copies(h2d=0))
+""")
+    found = run("""
+@pytest.mark.copies(h2d=0)
+class TestOnes:
+    @pytest.mark.copies(h2d=1)
+    def test_a_copy(self, toolkit_gpu): torch.ones(4).to(toolkit_gpu.torch)
+
+    def test_others(self, toolkit_gpu): torch.ones(4).to(toolkit_gpu.torch)
+
+@pytest.mark.parametrize("n", [0, pytest.param(1, marks=pytest.mark.copies(h2d=1))])
+def test_copies(toolkit_gpu, n):
+    for _ in range(n): torch.ones(4).to(toolkit_gpu.torch)
+""")
+    found.assert_outcomes(passed=3, failed=1)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def over_budget(trace: Trace, budget: Mapping[str, int | None], per: str) -> Ite
         raise RecorderError(
             'a copy budget with per="step"',
             "the block has no steps",
-            'Mark them with device.step(i, "decode"), or use per="block"',
+            'Mark them with device.step(i, "decode"), or leave out per="step"',
         )
     for step, times in sorted(steps.items()):  # two generations in one block both have a step 1
         allowed = {kind: None if limit is None else limit * times for kind, limit in budget.items()}

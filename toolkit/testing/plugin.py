@@ -123,7 +123,7 @@ class _Test:
         from toolkit.testing import baselines, budgets
         from toolkit.testing.measure import Lines, Recorder
 
-        marks = [item.get_closest_marker(name) for name in MARKS]
+        marks = [_mark(item, name) for name in MARKS]
         self.budget: Budget = budgets.parse(*((mark.args, mark.kwargs) if mark else None for mark in marks))
         gpu = _gpu(item.config)
         self.device = gpu.name if gpu.torch.type == "vgpu" or gpu.spec is None else gpu.spec.name
@@ -182,6 +182,18 @@ def _less(found: Measured, before: Measured) -> bool:
     if "peak_bytes" in found and "peak_bytes" in before:
         pairs.append((found["peak_bytes"], before["peak_bytes"]))
     return all(n <= old for n, old in pairs) and any(n < old for n, old in pairs)
+
+
+def _mark(item: pytest.Item, name: str) -> pytest.Mark | None:
+    """Return the mark that counts. A test's own one has priority over that of its class, its module or a conftest.
+
+    Raises ToolkitError if the test itself has several, because pytest gives only one of them.
+    """
+    owners = getattr(item, "obj", None), getattr(item, "callspec", None)
+    own = [*getattr(owners[0], "pytestmark", ()), *getattr(owners[1], "marks", ())]
+    if sum(mark.name == name for mark in own) > 1:
+        raise ToolkitError(f"@pytest.mark.{name}", "the test has it more than once", "Put all limits into one mark")
+    return item.get_closest_marker(name)
 
 
 def _marked(item: pytest.Item) -> bool:
