@@ -184,6 +184,20 @@ def test_fallback_goes_on_without_graphs_and_says_so(model, name, monkeypatch):
     assert cpu.fallback == f"decoding with {name!r}: cpu has no graphs", "without advice that was followed"
 
 
+def test_comparisons_say_which_runs_had_no_graphs(tmp_path):
+    model = make(tk.device("cpu"))
+    compared = tk.compare(model, PROMPT, ["roundtrip", "cuda-graph"], max_new_tokens=3, fallback=True)
+    reason = "decoding with 'cuda-graph': cpu has no graphs"
+    first, _, *rows = repr(compared).splitlines()
+    assert first == f"cuda-graph without graphs: {reason}."
+    assert rows[-1].split("  ")[0].strip() == "cuda-graph without graphs"
+    assert list(compared.runs) == list(compared.table["strategy"]) == ["roundtrip", "cuda-graph"]
+    run = compared.runs["cuda-graph"]
+    pages = [compared.to_html(tmp_path / "all.html"), run.to_html(tmp_path / "one.html")]
+    assert all("cuda-graph without graphs" in page.read_text() for page in pages)
+    assert "cuda-graph without graphs" in repr(run.timeline())
+
+
 @pytest.mark.parametrize("name", CAPTURED)
 def test_out_of_memory_midway(model, name):
     gc.collect()

@@ -103,8 +103,8 @@ def test_files_of_other_tools_are_called_by_their_names(tmp_path: Path) -> None:
 
 def test_comparison_brings_its_table(tmp_path: Path) -> None:
     class Comparison:
-        def __init__(self) -> None:
-            self.runs = {"roundtrip": decode_loop(), "double-buffered": decode_loop(h2d=0)}
+        def titled(self) -> dict[str, Trace]:
+            return {"roundtrip": decode_loop(), "double-buffered": decode_loop(h2d=0)}
 
         def _repr_html_(self) -> str:
             return "<table><tr><td>the table</td></tr></table>"

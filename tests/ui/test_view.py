@@ -300,7 +300,7 @@ def test_copies_sheet_has_copies_between_two_gpus() -> None:
 
 def test_takes_traces_and_runs_alone() -> None:
     class Run:
-        trace, strategy = decode_loop(), "roundtrip"
+        trace, title = decode_loop(), "roundtrip"
 
     assert named(Run())[0] == "roundtrip"
     with pytest.raises(ToolkitError, match="a list"):

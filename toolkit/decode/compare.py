@@ -58,21 +58,34 @@ class Comparison:
         written: Path = render("page", self, path)
         return written
 
+    def titled(self) -> dict[str, Run]:
+        """Return the runs by what tables and pages call them: runs that went on without graphs say so."""
+        return {label.removesuffix(run.strategy) + run.title: run for label, run in self.runs.items()}
+
     def __repr__(self) -> str:
-        lines = [self._kernels(), self._shown().to_string(index=False), LATE if self.timed_late else ""]
+        lines = [*self._remarks(), self._shown().to_string(index=False), LATE if self.timed_late else ""]
         return "\n".join(line for line in lines if line)
 
     def _repr_html_(self) -> str:
         shown = self._shown()  # short names in the head, so that a page of 900 pixels shows all columns
         table: str = shown.rename(columns=lambda name: str(name).removesuffix("/step")).to_html(index=False)
         table = re.sub(r"\((\S+) (\S+)\)", r"(\1&nbsp;\2)", table)  # "(8 B)" stays on one line
-        kernels = f"<p>{html.escape(self._kernels())}</p>" if self._kernels() else ""
-        return f"{kernels}{table}<small>{self._note()}</small>"
+        remarks = "".join(f"<p>{html.escape(remark)}</p>" for remark in self._remarks())
+        return f"{remarks}{table}<small>{self._note()}</small>"
+
+    def _remarks(self) -> list[str]:
+        """Return sentences about runs that went on without their graphs, and about runs that differ in their kernels."""
+        reasons: dict[str, list[str]] = {}
+        for title, run in self.titled().items():
+            if run.fallback is not None:
+                reasons.setdefault(run.fallback, []).append(title)
+        fallen = [f"{', '.join(titles)}: {reason}." for reason, titles in reasons.items()]
+        return [*fallen, *filter(None, [self._kernels()])]
 
     def _kernels(self) -> str:
         """Return a sentence if the runs differ in their kernels: their times then differ by more than copies and waits."""
         of_count: dict[float, list[str]] = {}
-        for label, count in zip(self.runs, self.table["kernels"], strict=True):
+        for label, count in zip(self.titled(), self.table["kernels"], strict=True):
             of_count.setdefault(float(count), []).append(label)
         if len(of_count) < 2:
             return ""
@@ -82,7 +95,8 @@ class Comparison:
     def _shown(self) -> pd.DataFrame:
         """Return the table for display, with units, per decode step."""
         names = [column for column in ("model", "strategy") if column in self.table]
-        shown = self.table[names].assign(**{"same tokens": self.table["same_tokens"]})
+        shown = self.table[names].assign(strategy=[run.title for run in self.runs.values()])
+        shown["same tokens"] = self.table["same_tokens"]
         shown["tok/s"] = [
             "-" if np.isnan(rate) else f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} {clock}"
             for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)

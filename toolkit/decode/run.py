@@ -81,6 +81,11 @@ class Run:
         return self.recorded
 
     @property
+    def title(self) -> str:
+        """The name of the strategy, with "without graphs" if the run went on without them."""
+        return self.strategy if self.fallback is None else f"{self.strategy} without graphs"
+
+    @property
     def rate_text(self) -> str:
         """The rate, its clock, and why it is too low if it is, such as "3,928 tok/s modelled"; "" without a rate."""
         return "" if self.tok_per_s is None else f"{number_text(self.tok_per_s)} tok/s {self.clock} {self.slowed}".rstrip()
@@ -114,7 +119,7 @@ class Run:
 
     def _summary(self) -> str:
         rate = f", {self.rate_text}" if self.rate_text else ""
-        name = self.strategy if self.fallback is None else f"{self.strategy} without graphs ({self.fallback})"
+        name = self.title if self.fallback is None else f"{self.title} ({self.fallback})"
         return f"{name} on {self.device}, {plural(len(self.tokens), 'token')}, stopped by {self.stop_reason}{rate}"
 
     def _shown_text(self) -> str:

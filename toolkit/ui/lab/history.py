@@ -58,7 +58,7 @@ class History:
 def timeline_of(entries: Iterable[Entry]) -> Timeline:
     """Return the timeline of one or two entries. Its titles are the strategies if they differ."""
     entries = list(entries)
-    titles = [entry.run.strategy if entry.run is not None else entry.title for entry in entries]
+    titles = [entry.run.title if entry.run is not None else entry.title for entry in entries]
     if len(set(titles)) < len(titles):
         titles = [entry.label for entry in entries]
     return Timeline(*(entry.trace for entry in entries), titles=tuple(titles))

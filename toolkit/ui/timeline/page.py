@@ -52,7 +52,7 @@ def write_page(traces: Any, path: str | os.PathLike[str], other: Any = None, *, 
 def write_comparison(comparison: Any, path: str | os.PathLike[str]) -> Path:
     """Write the page of a result of `tk.compare`: its table and the timelines of all runs, any two of them side by side."""
     extra = f"<section><h2>Strategies</h2>{comparison._repr_html_()}</section>"
-    return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra)
+    return _write(path, _pairs(comparison.titled(), None), "Decode strategies compared", extra=extra)
 
 
 def _pairs(traces: Any, other: Any) -> list[tuple[str, Trace]]:

@@ -21,12 +21,12 @@ FEW = 20_000  # events that a view can put into lanes by itself
 
 
 def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
-    """Return (title, trace) of a Trace or a Run. The title of a Run is its strategy. Raises ToolkitError for other types."""
+    """Return (title, trace) of a Trace or a Run. Raises ToolkitError for other types."""
     trace = getattr(thing, "trace", thing)
     if not isinstance(trace, Trace):
         raise ToolkitError("a timeline", kind_of(thing), "Give it a Trace or the result of tk.generate")
     meta = trace.meta
-    return title or str(getattr(thing, "strategy", None) or meta.get("title") or meta.get("strategy") or "recording"), trace
+    return title or str(getattr(thing, "title", None) or meta.get("title") or meta.get("strategy") or "recording"), trace
 
 
 def tracks_of(pairs: Sequence[tuple[str, Trace]]) -> list[Track]:
