@@ -21,6 +21,8 @@ from toolkit.gpu.virtual.threads import here
 
 _SPOKEN = {"aten::_local_scalar_dense": "Tensor.item()"}  # operations that users know by another name
 
+_NO_WAITS = "Keep values on the device; for copies, use pinned host memory and non_blocking=True"
+
 
 class Mode:
     """What capturing and replaying a graph have in common."""
@@ -35,7 +37,9 @@ class Mode:
         """Run `work` in this mode, on this thread. Raises DeviceError inside other work of a graph."""
         state = here()
         if state.graph is not None:
-            raise state.graph.refusal("its work captures or replays another graph")
+            raise state.graph.refusal(
+                "its work captures or replays another graph", "Capture them one by one, and replay one after the other"
+            )
         state.graph = self  # type: ignore[assignment]  # one of the two subclasses
         try:
             work()
@@ -51,9 +55,8 @@ class Mode:
                 way = "from" if effect.kind == "h2d" else "to"
                 raise self.refusal(f"{_name(func)} copies {way} pageable host memory")
 
-    def refusal(self, found: str) -> DeviceError:
+    def refusal(self, found: str, do: str = _NO_WAITS) -> DeviceError:
         """Return the error of work that can't be part of a graph."""
-        do = "Keep values on the device; for copies, use pinned host memory and non_blocking=True"
         return DeviceError(self.doing, found, do)
 
 
