@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import toolkit as tk
 from toolkit.models.shapes import SHAPES
@@ -45,11 +46,23 @@ def test_estimates_need_only_come_near():
     assert "10,000" in repr(compare({"tok/s": 1e4}, {"tok/s": 118.37}))
 
 
-@pytest.mark.parametrize("value", ["two", [2], float("nan"), 2j], ids=str)
-def test_what_is_no_number_is_not_right(value):
+@pytest.mark.parametrize("value", ["2", "two", [2], 2j, b"2", 10**400, torch.ones(2)], ids=str)
+def test_what_is_no_number_is_asked_again(value):
     verdict = compare({"h2d": value}, {"h2d": 2})
+    assert repr(verdict) == f"The prediction for 'h2d' is {value!r}. Write a number without quotes, then run both cells."
+    assert verdict.asks
     assert not verdict.right
-    assert "wrong: h2d" in repr(verdict)
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), torch.tensor(2), torch.tensor([2.0])], ids=repr)
+def test_every_kind_of_number_can_be_right(value):
+    assert repr(compare({"h2d": value}, {"h2d": 2})) == "right: h2d - you said 2, the trace says 2"
+    assert not compare({"h2d": float("nan")}, {"h2d": 2}).right
+
+
+def test_long_numbers_have_separators():
+    verdict = compare({"tokens": 8700}, {"tokens": 8715.2}, within=0.25, who="the model")
+    assert repr(verdict) == "right: tokens - you said 8,700, the model says 8,715"
 
 
 def test_every_name_needs_a_prediction():
@@ -75,7 +88,8 @@ def test_a_choice_is_compared_as_text():
     assert repr(compare({"step": "longer"}, {"step": "shorter"}, choices=CHANGES)).startswith("wrong: step - you said longer")
     unknown = compare({"step": "much longer"}, {"step": "longer"}, choices=CHANGES)
     assert repr(unknown) == "'much longer' is not one of the choices: 'shorter', 'about as long', 'longer'."
-    assert not compare({"step": 1}, {"step": "longer"}, choices=CHANGES).right
+    number = compare({"step": 1}, {"step": "longer"}, choices=CHANGES)
+    assert repr(number) == "1 is not one of the choices: 'shorter', 'about as long', 'longer'."
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from html import escape
-from numbers import Real
+from numbers import Integral
 from typing import Any
 
 
@@ -19,7 +19,7 @@ from typing import Any
 class Verdict:
     """The result of a check: one line per number and the explanation, and whether all numbers are right.
 
-    `asks` is True if there was nothing to check yet, because a prediction is open or isn't among the choices.
+    `asks` is True if there was nothing to check yet, because a prediction is open, isn't among the choices or isn't a number.
     """
 
     lines: tuple[str, ...]
@@ -66,8 +66,9 @@ def compare(
 ) -> Verdict:
     """Compare predictions with the numbers or choices that `who` found, name by name.
 
-    A number is right if it is off by at most the share `within` (0.05: 5 %). A text is right if it is equal; if it isn't among
-    `choices`, the verdict lists them. As long as a prediction is None, or one of `names` is missing, the verdict asks for it
+    A number is right if it is off by at most the share `within` (0.05: 5 %); a tensor of one number counts as one, and for
+    anything else the verdict asks for a number. A text is right if it is equal; if it isn't among `choices`, the verdict lists
+    them. As long as a prediction is None, or one of `names` is missing, the verdict asks for it
     and shows no answer. Nothing is right if `who` found NaN or infinity. `tell` shows what was found. A wrong prediction raises
     no error.
     """
@@ -83,9 +84,13 @@ def compare(
     if open_ones:
         asked = f"Write your prediction for {', '.join(open_ones)} in the cell above, then run both cells."
         return Verdict((asked,), False, True)
-    unknown = [value for value in predicted.values() if choices and isinstance(value, str) and value not in choices]
+    texts = [name for name in predicted if isinstance(found[name], str)]
+    unknown = [value for name in texts if choices and not (isinstance(value := predicted[name], str) and value in choices)]
     if unknown:
         return Verdict((f"{unknown[0]!r} is not one of the choices: {', '.join(map(repr, choices))}.",), False, True)
+    if odd := [name for name, value in predicted.items() if name not in texts and _number(value) is None]:
+        asked = f"The prediction for {odd[0]!r} is {predicted[odd[0]]!r}. Write a number without quotes, then run both cells."
+        return Verdict((asked,), False, True)
     if nothing := [name for name in predicted if not _is_known(found[name])]:
         asked = f"{who} says {found[nothing[0]]} for {nothing[0]}, which can't be compared. Run all cells above again."
         return Verdict((asked[0].upper() + asked[1:],), False, True)
@@ -104,11 +109,23 @@ def _is_known(found: float | str) -> bool:
 def _same(value: object, found: float | str, within: float) -> bool:
     if isinstance(found, str):
         return value == found
-    return isinstance(value, Real) and abs(float(value) - found) <= within * abs(found)
+    number = _number(value)
+    return number is not None and abs(number - found) <= within * abs(found)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or a tensor of one number, as a float. Return None for anything else."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _number_text(value: object) -> str:
-    """Return a number as text: integers in full, floats with three digits."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    """Return a number as text: integers in full, others with three digits. Texts stay as they are."""
+    if isinstance(value, Integral):
+        return f"{value:,}"
+    number = _number(value)
+    if number is None:
+        return str(value)
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
