@@ -56,12 +56,6 @@ def kernel(notebook, folder: Path) -> Iterator[Any]:
         yield client
 
 
-def run_all(client: Any) -> list[str]:
-    for number, cell in enumerate(client.nb.cells):
-        client.execute_cell(cell, number)
-    return texts(client.nb)
-
-
 def texts(notebook) -> list[str]:
     """The text/plain of every cell's outputs."""
     plain = []
@@ -130,9 +124,12 @@ def test_a_lesson_runs_as_it_is_and_again_with_the_answers(
         assert lesson.solved == tuple(exercises)
         before = numbers(client.nb)
         client.nb = opened(editions.answered(notebook, lesson))
-        run_all(client)
-        for _, _, check in questions:
-            is_right(client.nb.cells[check])
+        checks = {check for _, _, check in questions}
+        for number, cell in enumerate(client.nb.cells):
+            for _ in range(2 if number in checks else 1):  # a learner runs a check again with the next prediction
+                client.execute_cell(cell, number)
+                if number in checks:
+                    is_right(cell)
         skipped = depend_on_answers(notebook)
         assert [row for row in numbers(client.nb) if row[0] not in skipped] == [row for row in before if row[0] not in skipped]
     assert lesson.solved == tuple(lesson.questions)
