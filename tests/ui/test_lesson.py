@@ -8,6 +8,7 @@ import torch
 
 import toolkit as tk
 from toolkit.models.shapes import SHAPES
+from toolkit.ui.lessons import copies_by_hand
 from toolkit.ui.lessons.checks import compare
 from toolkit.ui.lessons.decode_faster import differs_in_waiting
 from toolkit.ui.lessons.steps import (
@@ -194,3 +195,18 @@ def test_the_measured_timeline_holds_steps_whose_kernels_leave_hardly_a_gap():
     assert (stop - start).sum() > 0.9 * (end - begin)  # "the GPU works all the time"
     with pytest.raises(tk.ToolkitError, match="has the steps 5 to 7"):
         timeline_of_step(recorded, first=8)
+
+
+def test_a_recorded_loop_is_shown_as_a_whole():
+    """Inferred steps would count other kernels in each loop, and the timeline would say so in its title."""
+    gpu = tk.device("virtual:rtx-5090")
+    batches, weight = [torch.rand(64, 64).pin_memory() for _ in range(4)], torch.rand(64, 64, device=gpu.torch)
+
+    def loop():
+        return [batch.to(gpu.torch, non_blocking=True) @ weight for batch in batches]
+
+    trace, results = copies_by_hand.run(gpu, loop)
+    assert len(results) == len(copies_by_hand.order_of(trace)) == 4
+    assert trace.meta["steps_from"] is None
+    shown = copies_by_hand.side_by_side(trace, trace)
+    assert shown.scene.opening == {"step": None, "sentence": ""}

@@ -132,11 +132,15 @@ lesson = Lesson(
 
 
 def run(gpu: Device, work: Callable[..., T], *args: object, **options: object) -> tuple[Trace, T]:
-    """Wait until the GPU is idle, record `work(*args, **options)`, and return the trace and the result."""
+    """Wait until the GPU is idle, record `work(*args, **options)`, and return the trace and the result.
+
+    The trace has no steps. Inferred ones would not be the batches, where kernels and copies overlap.
+    """
     gpu.sync()
     with gpu.record() as trace:
         result = work(*args, **options)
-    return trace, result
+    columns = {**trace.columns, "step": np.full_like(trace["step"], -1)}
+    return Trace(columns, trace.strings, {**trace.meta, "steps_from": None}), result
 
 
 def order_of(trace: Trace) -> pd.DataFrame:
