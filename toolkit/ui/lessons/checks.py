@@ -68,15 +68,15 @@ def compare(
 
     A number is right if it is off by at most the share `within` (0.05: 5 %); a tensor of one number counts as one, and for
     anything else the verdict asks for a number. A text is right if it is equal; if it isn't among `choices`, the verdict lists
-    them. As long as a prediction is None, or one of `names` is missing, the verdict asks for it
-    and shows no answer. Nothing is right if `who` found NaN or infinity. `tell` shows what was found. A wrong prediction raises
-    no error.
+    them. As long as a prediction is None, or one of `names` is missing, the verdict asks for it and shows no answer. Nothing
+    is right if `who` found NaN or infinity. `tell` shows what was found. A wrong prediction raises no error.
     """
     if not isinstance(predicted, Mapping) or not predicted:
         asked = "Write a prediction for each name, as in the cell as it was: a dict of names and values."
         return Verdict((asked,), False, True)
     if other := [name for name in predicted if name not in found]:
-        return Verdict((f"Nothing is called {other[0]!r} here. The names are those in the cell as it was.",), False, True)
+        asked = f"Nothing is called {other[0]!r} here. Keep the names of the cell above, and run both cells."
+        return Verdict((asked,), False, True)
     if missing := [repr(name) for name in names if name not in predicted]:
         asked = f"The prediction for {', '.join(missing)} is missing. Write it in the cell above, then run both cells."
         return Verdict((asked,), False, True)

@@ -137,7 +137,7 @@ def feed(model, ids, cache, chunk):
         "per token = bytes per second. Divide each by the figure in the datasheet, in the same units.",
         why="{row[prompt, tok/s]:,.0f} tok/s x {flops:.1f} billion operations = {reached:.0f} TFLOPS, and "
         "{row[generated, tok/s]:.0f} tok/s x {row[GiB per generated token]:.2f} GiB = {delivered:,.0f} GiB/s. Neither phase "
-        "reaches its limit, and each has another one.",
+        "reaches its limit, and the two limits differ.",
         answer='{"% of arithmetic": 25_713 * 16.3e9 / 989.4e12 * 100, "% of bandwidth": 503 * 5.48 / 4470 * 100}',
         within=0.05,
         who="the record",
