@@ -73,6 +73,7 @@ def test_the_empty_state_names_a_trace_that_opens() -> None:
     lab.traces.open_field.value = found[1]
     press(lab, lab.traces.open_button)
     assert lab.error is None
+    assert f"<td>1: {found[1]}<br>" in lab.traces.list_view.value  # not only the last part, which several of them share
     assert lab.traces.timeline_box.children[0].scene.tracks[0].clock == "measured"
     lab.close()
 

@@ -110,7 +110,8 @@ class TracesPanel(Panel):
         self.status.value = f"Opening {escape(str(path))} ..."
         trace = open_trace(path)
         run = run_of(trace)
-        entry = self._history.add(path.name, trace, run, call("tk.open_trace", name))
+        title = path.name if path.exists() else name  # shipped traces of several models have the same last name
+        entry = self._history.add(title, trace, run, call("tk.open_trace", name))
         self.refresh()
         self.a_field.value, self.b_field.value = entry.number, _NONE
         self._show()
