@@ -91,7 +91,7 @@ def _counts(tuning: Tuning) -> str:
     """Return the number of configs per verdict, with its sign and word."""
     found = Counter(row.verdict for row in tuning.rows)
     said = (f'<span class="tk-{v}"><b>{SIGNS[v]}</b> {n} {_word(v)}</span>' for v in SIGNS if (n := found[v]))
-    star = "<span><b>★</b> the fastest on its GPU</span>" if any(row.usable for row in tuning.rows) else ""
+    star = "<span><b>★</b> the winner of its GPU</span>" if any(row.usable for row in tuning.rows) else ""
     return f'<div class="tk-counts">{"".join(said)}{star}</div>'
 
 
@@ -333,7 +333,11 @@ VERDICT = Figure(
     lambda row: f"{SIGNS[row.verdict]} {_word(row.verdict)}", lambda row, scale: 0,
 )  # fmt: skip
 FIGURES = (
-    Figure("time", f"Time: a stronger color means nearer to the fastest config on its GPU. {_MODELLED}", _time, _nearness),
+    Figure(
+        "time",
+        f"Time: a stronger color means nearer to the winner of its GPU. {_MODELLED}Measured configs win over modelled ones.",
+        _time, _nearness,
+    ),
     Figure(
         "shared memory", f"Bytes of shared memory per block: {MORE}",
         lambda row: _count(row.shared_bytes), lambda row, scale: _of_most(row.shared_bytes, scale.most_shared),
