@@ -57,7 +57,7 @@ class Chart:
         for line, color, height in zip(self.lines, _COLORS, heights, strict=False):
             points = [(across(x), up(y)) for x, y in zip(line.x, line.y, strict=True)]
             if line.dots:
-                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}" opacity="0.7"/>' for x, y in points]
+                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
             else:
                 path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
                 parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2.5"/>')
