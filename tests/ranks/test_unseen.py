@@ -36,6 +36,8 @@ WORK: dict[str, Callable[[Any], object]] = {
     "unrecorded": lambda model: tk.generate(model, PROMPT, max_new_tokens=2, record=False),
     "compare": lambda model: tk.compare(model, PROMPT, ["roundtrip"], max_new_tokens=2),
     "load": lambda model: tk.load("demo/qwen3", cluster=model.cluster),
+    "run": lambda model: model.cluster.run(abs, -1),
+    "spread": lambda model: list(model.cluster.spread(abs, [-1])),
 }
 
 
@@ -43,8 +45,8 @@ WORK: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("block", "found"),
     [
-        (lambda gpu: tk.copy_budget(h2d=0, d2h=0, device=gpu), "this process records virtual:h200 .*cluster.run"),
-        (tk.record, "this process records virtual:h200 .*cluster.run a function that contains the block"),
+        (lambda gpu: tk.copy_budget(h2d=0, d2h=0, device=gpu), "this process records virtual:h200 .*function"),
+        (tk.record, "this process records virtual:h200 .*Do it outside of that block.* function .*contain"),
         (lambda _: tk.record("cpu"), "this process records cpu "),
         (Recorder, "this process records virtual:h200 .*or a test with a budget"),
         (tk.memory, "this process measures its own memory .*cluster.memory a function that contains the block"),
@@ -57,6 +59,15 @@ def test_work_on_ranks_is_refused_in_a_block_of_this_process(
     with pytest.raises(RecorderError, match=found), block(tk.device("virtual:h200")):
         work(model)
     work(model)
+
+
+def test_a_measurement_of_the_ranks_is_refused_too(pair: Cluster) -> None:
+    with pytest.raises(RecorderError, match="measuring the memory of measures: this process records"), tk.record("cpu"):
+        pair.memory(measures)
+    with pytest.raises(RecorderError, match="measuring the memory of measures: this process measures its own"), tk.memory():
+        pair.memory(measures)
+    with tk.memory():
+        assert len(pair.memory_now()) == 2  # says itself that it is about the ranks
 
 
 def test_a_measured_function_is_a_block_too(model: RankedModel) -> None:
@@ -88,12 +99,10 @@ def test_what_the_errors_advise_works(pair: Cluster, model: RankedModel) -> None
     run = tk.generate(model, PROMPT, "roundtrip", max_new_tokens=3)
     assert run.copies().d2h_count.sum() > 0
     assert set(run.trace["rank"].tolist()) == {0, 1}
-    with tk.copy_budget(d2h=0):  # around a function that has a block of its own
-        assert pair.run(generates, 100) == [2, 2]
+    assert pair.run(generates, 100) == [2, 2]
     with pytest.raises(RankError, match=r"rank \d raised CopyBudgetError at .*: at most 0 D2H copies in the block: "):
         pair.run(generates, 0)
-    with tk.memory():
-        assert set(pair.memory(measures)["rank"]) == {0, 1}
+    assert set(pair.memory(measures)["rank"]) == {0, 1}
 
 
 @pytest.fixture

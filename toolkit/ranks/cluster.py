@@ -27,13 +27,14 @@ from toolkit.gpu.virtual.device import find_spec, joint, meant
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
 from toolkit.ranks.rank import at_peak, enter, execute, memory_now, prepare, set_budget, versions
-from toolkit.ranks.remote import RankedModel, load_on
+from toolkit.ranks.remote import RankedModel, check_seen, load_on
 from toolkit.ranks.spreading import Spread
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_OUTSIDE = "Do it outside of that block. The function itself may contain one"
 _SEVERAL = re.compile(r"(virtual:)?(\d{1,9})x(.+)")
 
 
@@ -109,9 +110,12 @@ class Cluster:
 
         Raises RankError if a rank raises an error, ends, or stops answering: all others are stopped, and the error names the
         rank, its line and the reason, with the rank's traceback as a note. The cluster stays open if all ranks could be
-        stopped, otherwise it is closed; the error says which. An interrupt (Ctrl-C) stops all ranks in the same way.
+        stopped, otherwise it is closed; the error says which. An interrupt (Ctrl-C) stops all ranks in the same way. Raises
+        RecorderError inside of a block that records or measures this process only; the function itself may contain one.
         """
-        return self.run_as(f"running {_name(function)}", None, function, *args, **kwargs)
+        doing = f"running {_name(function)}"
+        check_seen(doing, _OUTSIDE)
+        return self.run_as(doing, None, function, *args, **kwargs)
 
     def run_as(
         self, doing: str, cancel: threading.Event | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -135,9 +139,10 @@ class Cluster:
         function leaves torch.distributed's default group, the ranks enter a new one after the last item.
 
         Raises RankError if `items` are no items, if `ranks` has none of the cluster or others, if the function raises an error,
-        if an item ends three processes, or if all processes have ended.
+        if an item ends three processes, or if all processes have ended. Raises RecorderError as `run` does.
         """
         asked = f"spreading {_name(function)} over {plural(self.ranks, 'rank')}"
+        check_seen(asked, _OUTSIDE)
         if not isinstance(items, Iterable):
             raise RankError(asked, f"the items are {brief(items)}", "Give a list of them")
         payloads = [self._pack(asked, function, (item,), {}) for item in items]
@@ -197,7 +202,9 @@ class Cluster:
         """
         import pandas as pd
 
-        tables = self.run_as(f"measuring the memory of {_name(function)}", None, at_peak, function, args, kwargs)
+        doing = f"measuring the memory of {_name(function)}"
+        check_seen(doing, _OUTSIDE)
+        tables = self.run_as(doing, None, at_peak, function, args, kwargs)
         return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
 
     def memory_now(self, cancel: threading.Event | None = None) -> list[Memory]:

@@ -34,6 +34,7 @@ from toolkit.ranks.runs import joined
 if TYPE_CHECKING:
     from toolkit.ranks.cluster import Cluster
 
+_OR_RUN = "Or give cluster.run a function that contains the block"
 _numbers = count()
 _models: dict[int, Any] = {}  # on a rank
 
@@ -106,7 +107,7 @@ class RankedModel(Remote):
         asked = f"{doing} with {brief(self.path)}"
         if self._number not in self.cluster.handles:
             raise ModelError(asked, "its weights were freed", "Load it again")
-        _check_seen(asked, "Do it outside of that block: run.copies() and run.timeline() of a run show the ranks")
+        check_seen(asked, f"Do it outside of that block: run.copies() and run.timeline() of a run show the ranks. {_OR_RUN}")
 
 
 def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel:
@@ -124,16 +125,19 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
         raise ModelError(asked, found, f"Leave them out: the cluster has {has} with {cluster.device}")
     if callable(options.pop("progress")):
         raise ModelError(asked, "a function of progress, which only works in one process", "Leave it out")
-    _check_seen(asked, "Do it outside of that block")
+    check_seen(asked, f"Do it outside of that block. {_OR_RUN}")
     return RankedModel(cluster, path, _event(options), options)
 
 
-def _check_seen(asked: str, do: str) -> None:
-    """Raise RecorderError inside of a block that records or measures this process: it would see nothing of the ranks."""
+def check_seen(asked: str, do: str) -> None:
+    """Raise RecorderError inside of a block that records or measures this process: it would see nothing of the ranks.
+
+    `do` says what to do inside of a block that records.
+    """
     if device := recorded_for_all():
         by = "tk.record, tk.copy_budget, %%copies or a test with a budget"
         found = f"this process records {device} ({by}), and not the processes of the ranks"
-        raise RecorderError(asked, found, f"{do}. Or give cluster.run a function that contains the block")
+        raise RecorderError(asked, found, do)
     if allocation_scopes.asked_for():
         found = "this process measures its own memory (tk.memory or %%memory), and not that of the ranks"
         raise RecorderError(
