@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.signals import signals_deferred
 from toolkit.core.version import __version__ as __version__
 
 _PUBLIC = {
@@ -84,7 +85,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
     path, _, attribute = _PUBLIC[name].partition(":")
-    module = _lab(path) if name == "Lab" else importlib.import_module(path)
+    with signals_deferred:  # PyTorch can't be imported again after an import that was interrupted
+        module = _lab(path) if name == "Lab" else importlib.import_module(path)
     value = globals()[name] = getattr(module, attribute) if attribute else module
     return value
 
@@ -101,6 +103,7 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics. IPython calls this for `%load_ext toolkit`."""
-    from toolkit.ui.magics.copies import register
+    with signals_deferred:  # as in `__getattr__`
+        from toolkit.ui.magics.copies import register
 
     register(shell)
