@@ -852,6 +852,34 @@ def spreads(cluster: Cluster) -> None:
     list(cluster.spread(time.sleep, [60, 60]))
 
 
+def sleeps(begun: Path) -> None:
+    begun.touch()
+    time.sleep(1000)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
+@pytest.mark.parametrize(
+    "works",
+    [lambda pair, file: pair.run(sleeps, file), lambda pair, file: list(pair.spread(sleeps, [file]))],
+    ids=["run", "spread"],
+)
+def test_a_second_interrupt_waits_until_the_ranks_have_recovered(
+    works: Callable[[Cluster, Path], object], pair: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = pair._engines.interrupt
+
+    def again(ranks: Iterable[int]) -> Callable[[float], None]:
+        signal.raise_signal(signal.SIGINT)
+        return interrupt(ranks)
+
+    monkeypatch.setattr(pair._engines, "interrupt", again)
+    when([tmp_path / "begun"], lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        works(pair, tmp_path / "begun")
+    assert caught.value.__notes__ == ["The cluster is still open."]
+    assert [each.tolist() for each in pair.run(sums, torch.tensor([1.0]))] == [[3.0]] * 2
+
+
 def spreads_short_items(cluster: Cluster) -> None:
     list(cluster.spread(time.sleep, [0.001] * 10_000))
 

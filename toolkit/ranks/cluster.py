@@ -157,8 +157,7 @@ class Cluster:
                 if alone:
                     self._after(work)
             except BaseException as error:
-                self._after(work)
-                error.add_note(f"The cluster is {'closed' if self.closed else 'still open'}.")
+                _add_note(error, lambda: self._after(work))
                 raise
 
     def _chosen(self, asked: str, ranks: object) -> list[int]:
@@ -186,13 +185,17 @@ class Cluster:
         finally:
             self._lock.release()
 
-    def _after(self, work: Spread) -> None:
-        """Stop work that was not completed, and enter a new group on all ranks: functions that were stopped have left it."""
+    def _after(self, work: Spread) -> str:
+        """Stop work that was not completed, and enter a new group on all ranks: functions that were stopped have left it.
+
+        Returns what has become of the cluster.
+        """
         with signals_deferred:
             stopped = work.stop()
         alive = len(self._engines.alive_ranks(range(self.ranks)))
         if not stopped or not alive or (alive == self.ranks and not self._entered()):
             self.close()
+        return "is closed" if self.closed else "is still open"
 
     def memory(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> pd.DataFrame:
         """Run a function on all ranks that measures its memory, and return who held how much at the peak, by rank.
@@ -230,10 +233,14 @@ class Cluster:
                 tasks.start(execute, payload, self._engines.folder.name)
             tasks.wait(cancel)
         except BaseException as error:
-            with signals_deferred:
-                if isinstance(error, KeyboardInterrupt):
+            interrupted = isinstance(error, KeyboardInterrupt)
+
+            def recover() -> str:
+                if interrupted:
                     tasks.interrupt()
-                error.add_note(f"The cluster {self._recover(tasks)}.")
+                return self._recover(tasks)
+
+            _add_note(error, recover)
             raise
         if tasks.cancelled:
             raise CancelledError(asked, "it was cancelled", f"Start it again: the cluster {self._recover(tasks)}")
@@ -292,6 +299,19 @@ def _name(function: object) -> str:
         do = "Pass the function and its arguments: run(f, 1, 2)"
         raise RankError(f"running {brief(function)} on the ranks", f"{brief(function)} is not a function", do)
     return str(getattr(function, "__name__", brief(function)))
+
+
+def _add_note(error: BaseException, recover: Callable[[], str]) -> None:
+    """Add to an error what has become of the cluster, which `recover` returns. Another interrupt waits, and says the same."""
+    told = ""
+    try:
+        with signals_deferred:
+            told = f"The cluster {recover()}."
+    except BaseException as later:
+        if told:
+            later.add_note(told)
+        raise
+    error.add_note(told)
 
 
 def unpacked(asked: str, rank: int, value: bytes) -> Any:
