@@ -817,14 +817,16 @@ def test_spread_work_whose_ranks_enter_no_group_closes_the_cluster(monkeypatch: 
         assert alone.closed
 
 
-def starts_a_process() -> int:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+def starts_a_process(own_session: bool) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=own_session).pid
 
 
-def test_processes_that_functions_start_end_with_the_cluster() -> None:
+def test_all_processes_end_with_the_cluster() -> None:
     with tk.cluster("cpu", 1) as alone:
-        started = [psutil.Process(pid) for pid in alone.run(starts_a_process)]
-    assert_ended(started)
+        started = [psutil.Process(alone.run(starts_a_process, own_session)[0]) for own_session in (False, True)]
+        (watcher,) = [each for each in psutil.Process(alone.pids[0]).children() if "ipyparallel.engine.nanny" in each.cmdline()]
+        watcher.suspend()  # it would end by itself, a few seconds after the rank
+    assert_ended([*started, watcher])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -20,6 +20,7 @@ from toolkit.core.files import TemporaryFolder
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import plural
 from toolkit.core.workers import processors, python_path
+from toolkit.ranks.process import kill_all
 
 LOOPBACK = "127.0.0.1"
 START_S = 120.0  # for all engines to answer; each imports PyTorch later
@@ -227,8 +228,7 @@ class Engines:
         self._closed = True  # first, since other threads may use the client
         for launcher in self._launchers():
             if launcher.pid > 0:  # otherwise it was not started
-                with suppress(OSError):  # it has ended
-                    os.killpg(launcher.pid, signal.SIGKILL)  # also the processes that functions have started on this rank
+                kill_all(launcher.pid)  # also the processes that functions have started on this rank
         if self._client is not None:
             self._client.close(linger=0)
         controller = getattr(self._cluster.controller, "process", None)

@@ -10,15 +10,31 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 POLL_S = 0.5
 
 
 def _end_with(parent: int) -> None:
-    """End this process and those in its process group once `parent` is no longer its parent."""
+    """End this process and those that it has started once `parent` is no longer its parent."""
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    os.killpg(0, signal.SIGKILL)
+    kill_all(os.getpid())
+
+
+def kill_all(leader: int) -> None:
+    """Kill a process that leads a process group, the group, and what it has started in other groups.
+
+    ipyparallel starts a process there that watches an engine, which would end seconds later.
+    """
+    import psutil
+
+    with suppress(psutil.Error):
+        for each in psutil.Process(leader).children(recursive=True):
+            with suppress(psutil.Error):
+                each.kill()
+    with suppress(OSError):  # it has ended
+        os.killpg(leader, signal.SIGKILL)
 
 
 def main() -> None:
