@@ -424,12 +424,14 @@ def test_layers_are_the_outermost_repeated_modules_in_the_order_in_which_they_ra
     events += [module("OtherLayer_0", 105, 90, tid=2), module("LayerNorm_0", 300, 50)]
     launched = [(ts, 1) for ts in (5, 9, 13, 25, 29, 31, 51, 75, 96, 115, 175)] + [(115, 2), (310, 1)]
     launched += [(140, 3)]  # of a thread without Python, such as that of autograd
+    events += [module("Net_0", 139, 3, tid=4) | {"name": "data.py(5): load"}]
+    launched += [(140, 4)]  # of a thread that runs no layer
     for i, (ts, tid) in enumerate(launched):
         events += [call(ts=ts, correlation=i, tid=tid), kernel(ts=400 + i, correlation=i)]
     (tmp_path / "a.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     trace = tk.open_trace(tmp_path / "a.json")
     layers = trace["layer"][trace.is_kind("kernel")].tolist()
-    assert layers == [-1, -1, 0, 0, -1, 1, 2, 3, -1, 0, 3, -1, -1, 1]
+    assert layers == [-1, -1, 0, 0, -1, 1, 2, 3, -1, 0, 3, -1, -1, 1, -1]
     assert set(trace["layer"][trace.is_kind("launch")].tolist()) == {-1, 0, 1, 2, 3}
 
 

@@ -218,7 +218,7 @@ class _Kineto:
         own = np.isin(rows["kind"], [KIND["launch"], KIND["sync"], KIND["alloc"], KIND["free"]])
         cause[own], thread[own] = rows["start_ns"][own], rows["thread"][own]
         where = self._innermost(_table(self.functions), cause, thread)
-        layer = self._innermost(_layers(_table(self.layers), self.strings), cause, thread)
+        layer = self._innermost(_layers(_table(self.layers), self.strings), cause, thread, *self.functions)
         if self.functions:
             self.meta["lines"] = "functions"  # the format has only the first line of each function
         return assemble(
@@ -239,15 +239,15 @@ class _Kineto:
         return rows
 
     def _innermost(
-        self, ran: dict[int, NDArray[np.int64]], cause: NDArray[np.int64], thread: NDArray[np.int64]
+        self, ran: dict[int, NDArray[np.int64]], cause: NDArray[np.int64], thread: NDArray[np.int64], *more: int
     ) -> NDArray[np.int64]:
         """Return the value of the innermost of the intervals that `ran` on each thread, rows [start, end, value]; -1: none.
 
-        Threads without Python (autograd) use the thread with the most intervals.
+        Threads that are neither in `ran` nor among `more`, such as those of autograd, use the thread with the most intervals.
         """
         found = np.full(len(cause), -1, np.int64)
         busiest = max(ran, key=lambda number: len(ran[number]), default=-1)
-        thread = np.where(np.isin(thread, list(ran)), thread, busiest)
+        thread = np.where(np.isin(thread, [*ran, *more]), thread, busiest)
         order = np.argsort(thread, kind="stable")
         bounds = np.searchsorted(thread[order], np.arange(len(self.threads) + 1))
         for number, table in ran.items():
