@@ -196,6 +196,8 @@ def test_comparisons_say_which_runs_had_no_graphs(tmp_path):
     pages = [compared.to_html(tmp_path / "all.html"), run.to_html(tmp_path / "one.html")]
     assert all("cuda-graph without graphs" in page.read_text() for page in pages)
     assert "cuda-graph without graphs" in repr(run.timeline())
+    opened = tk.open_trace(run.save(tmp_path / "a.trace"))
+    assert "cuda-graph without graphs" in repr(opened.timeline())
 
 
 @pytest.mark.parametrize("name", CAPTURED)

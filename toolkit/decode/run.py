@@ -104,12 +104,12 @@ class Run:
         return written
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the run to `path`: its trace, with the text, the tokens and the other fields in `meta["run"]`.
+        """Write the run to `path`: its trace, with its title in `meta["title"]` and all other fields in `meta["run"]`.
 
         `tk.open_trace` and the Lab open the file. The write is atomic.
         """
         trace, facts = self.trace, {one.name: getattr(self, one.name) for one in fields(self) if one.name != "recorded"}
-        return Trace(trace.columns, trace.strings, {**trace.meta, "run": facts}).save(path)
+        return Trace(trace.columns, trace.strings, {"title": self.title, **trace.meta, "run": facts}).save(path)
 
     def __repr__(self) -> str:
         return f"Run({self._summary()}: {self._shown_text()!r})"
