@@ -216,6 +216,15 @@ def test_the_still_picture_follows_the_theme(notebook) -> None:
         assert page.evaluate(CORNER, ".tk-place-of-picture img") == corner
 
 
+def test_a_trace_without_steps_has_no_empty_row_for_them(notebook) -> None:
+    events = "one = decode_loop()\none = one.select(~one.is_kind('mark'))\nTimeline(one)"
+    bare = "Timeline(type(one)({**one.columns, 'step': one['step'] * 0 - 1}, one.strings, one.meta))"
+    page = notebook(SETUP, events, bare)
+    expect(page.locator(f"{FRAME}[data-ms]")).to_have_count(2)
+    with_steps, without = (canvas.bounding_box()["height"] for canvas in page.locator(CANVAS).all())
+    assert with_steps - without == 20
+
+
 def test_a_short_run_is_not_in_python_after_its_end(notebook) -> None:
     page = notebook(
         "import toolkit as tk",

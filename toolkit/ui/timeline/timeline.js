@@ -71,7 +71,7 @@ class TimelinePainter extends CanvasPainter {
     let y = AXIS;
     this.tops = this.meta.tracks.map((track, t) => {
       const top = { title: y, strip: y + TITLE };
-      y += TITLE + STRIP;
+      y += TITLE + (track.steps ? STRIP : 0);
       track.lanes.forEach((lane, i) => {
         const heading = lane.rank === track.lanes[i - 1]?.rank ? undefined : track.ranks?.find(({ rank }) => rank === lane.rank);
         if (heading) { this.headings.push({ y, text: heading.text }); y += HEADING; }
