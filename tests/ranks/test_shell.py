@@ -93,7 +93,7 @@ def test_a_file_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert main([*RUN, "--device", "cpu", "--tensor-parallel", "2"]) == 1
     said = capsys.readouterr().err
-    assert "this process belongs to no group. Start one process per rank: torchrun --nproc-per-node 2" in said
+    assert "this process belongs to no group. Start one process per rank, with tk.cluster(DEVICE, 2) or torchrun -" in said
     for path, found in ((tmp_path / "none" / "run.npz", "Check that the folder exists"), (tmp_path, "it is a folder")):
         assert main([*RUN, "--device", "cpu", "--save", str(path)]) == 1
         printed = capsys.readouterr()

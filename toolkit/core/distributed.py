@@ -63,7 +63,7 @@ def join(ranks: object) -> Shard:
         raise RankError(asked, "not a whole number of at least 1", "Give the number of processes, for example 2")
     if count == 1:
         return WHOLE
-    start = f"Start one process per rank: torchrun --nproc-per-node {count} SCRIPT.py"
+    start = f"Start one process per rank, with tk.cluster(DEVICE, {count}) or torchrun --nproc-per-node {count} SCRIPT.py"
     if not dist.is_available():
         raise RankError(asked, "this build of PyTorch has no torch.distributed", "Install a build for Linux from pytorch.org")
     if not dist.is_initialized():
