@@ -495,6 +495,22 @@ def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
     model.free()
 
 
+def ranks_of_loaded(code: str) -> int:
+    return eval(code, {"tk": tk}).report.shard.ranks  # type: ignore[no-any-return]
+
+
+def test_a_function_that_uses_a_handle_says_what_to_do_instead(pair: Cluster) -> None:
+    model = tk.load("demo/qwen3", dtype="bfloat16", cluster=pair)
+    with pytest.raises(RankError, match=r"^running <lambda> on 2 ranks: .* the model 'demo/qwen3': it is a handle") as caught:
+        pair.run(lambda: tk.generate(model, "The"))
+    load = caught.value.do.partition(": ")[2]
+    assert load == "tk.load('demo/qwen3', dtype='bfloat16', device='virtual:h200', tensor_parallel=2)"
+    assert pair.run(ranks_of_loaded, load) == [2, 2]
+    with pytest.raises(RankError, match=r"sending a cluster: only the process that opened .*such as cluster\.ranks"):
+        list(pair.spread(lambda _: pair.ranks, [1]))
+    model.free()
+
+
 def shapes_of_a_part() -> Any:
     return tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=2, progress=False).kernel_shapes()
 

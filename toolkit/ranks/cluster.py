@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from toolkit.core.distributed import MOST, TIMEOUT_S
-from toolkit.core.errors import CancelledError, DeviceError, RankError, brief, unknown_name
+from toolkit.core.errors import CancelledError, DeviceError, RankError, ToolkitError, brief, unknown_name
 from toolkit.core.numbers import integer, real
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import plural
@@ -80,6 +80,10 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"Cluster({self.device!r}, ranks={self.ranks}, {'closed' if self.closed else 'open'})"
+
+    def __reduce__(self) -> Any:
+        found = "only the process that opened the cluster can use it"
+        raise RankError("sending a cluster", found, "Pass what the function needs of it, such as cluster.ranks")
 
     def __enter__(self) -> Self:
         return self
@@ -288,6 +292,8 @@ class Cluster:
     def _pack(self, asked: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
         try:
             return pack((function, args, dict(kwargs)))
+        except ToolkitError as error:
+            raise RankError(asked, f"the function uses what can't be sent. {error.asked}: {error.found}", error.do) from error
         except Exception as error:
             do = "Create the object on the ranks, inside the function, or pass plain values and CPU tensors"
             raise RankError(asked, f"the function or an argument can't be pickled ({error})", do) from error

@@ -71,6 +71,11 @@ class RankedModel(Remote):
     def __repr__(self) -> str:
         return f"RankedModel({self.path!r} on {self.cluster!r})"
 
+    def __reduce__(self) -> Any:
+        part = f"tk.load({self.named}, device={self.cluster.device!r}, tensor_parallel={self.cluster.ranks})"
+        found = "it is a handle, which only works in the process that opened the cluster"
+        raise ModelError(f"sending the model {brief(self.path)}", found, f"Load the rank's part inside the function: {part}")
+
     def generate(self, prompt: Any, decode: str | Strategy | OwnLoop, **options: Any) -> Run:
         """Generate on all ranks and return the run, whose trace has the events of all of them; see `tk.generate`.
 
