@@ -164,6 +164,13 @@ def test_names_of_several_devices_are_those_of_a_cluster(name: str, cluster: str
             use(name)
 
 
+def test_a_process_of_torchrun_opens_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    found = r'virtual:2xh200: each rank opens one device\. Write "virtual:h200" for all ranks\. A plan needs no processes'
+    with pytest.raises(DeviceError, match=found):
+        open_device("virtual:2xh200")
+
+
 @pytest.mark.parametrize(
     ("name", "found", "cluster"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import platform
 import re
 import sys
@@ -255,6 +256,8 @@ def check_single(name: str) -> None:
         if number < 2:
             why, start = "such names are for several devices", f'For one, write "{each}". For several, start'
         do = f'{start} a process for each, with tk.cluster("{joint(each, number)}") or torchrun. '
+        if "LOCAL_RANK" in os.environ:  # torchrun or tk.cluster has started this process
+            why, do = "each rank opens one device", f'Write "{each}" for all ranks. '
         do += f'A plan needs no processes: tk.plan(MODEL, "{single}", tensor_parallel={_possible(number)})'
         raise DeviceError(f"the device {name}", why, do)
 
