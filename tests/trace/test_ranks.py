@@ -415,6 +415,14 @@ def test_lists_that_can_not_be_opened_are_trace_errors(given):
         tk.open_trace(given)
 
 
+@pytest.mark.parametrize(("name", "do"), [("manifest.json", "tk.load_exported"), ("config.json", "tk.load. ")])
+def test_a_folder_of_a_model_is_no_folder_of_traces(tmp_path, name, do):
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "weights.index.json").write_text("{}")
+    with pytest.raises(TraceError, match=f"it is the folder of an? .*Load it with {do}"):
+        tk.open_trace(tmp_path)
+
+
 def test_a_folder_without_traces_is_a_trace_error(tmp_path):
     with pytest.raises(TraceError, match="without files that end in"):
         tk.open_trace(tmp_path)

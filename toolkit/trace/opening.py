@@ -22,6 +22,10 @@ from toolkit.trace.shipped import shipped_file
 
 _SQLITE = b"SQLite format 3\0"
 _SUFFIXES = (".json", ".gz", ".trace", ".npz", ".sqlite")  # of trace files in a folder
+_OTHER_FOLDERS = {  # by a file in them
+    "manifest.json": ("it is the folder of an exported package", "Load it with tk.load_exported"),
+    "config.json": ("it is the folder of a model", "Load it with tk.load"),
+}
 _NUMBER = re.compile(r"(\d+)")
 _PICKLE = b"\x80"  # the first byte of a pickle of protocol 2 or later
 
@@ -90,6 +94,9 @@ def _in_folder(folder: Path, asked: str) -> list[Path]:
         files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and not file.name.startswith(".")]
     except OSError as error:
         raise TraceError(asked, f"it can't be read ({error.strerror})", "Check the path and its permissions") from error
+    for name, (found, do) in _OTHER_FOLDERS.items():
+        if folder / name in files:
+            raise TraceError(asked, found, f"{do}. To open a trace in it, give its file")
     if not files:
         raise TraceError(asked, f"a folder without files that end in {', '.join(_SUFFIXES)}", "Give the files of the ranks")
     return sorted(
