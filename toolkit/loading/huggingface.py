@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ class HfModel(Shown):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return fp32 logits [B, T, vocab] for ids [B, T]."""
-        with layers_noted(_layers(self.inner)):
+        with self._noted():
             logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits
         return logits.float()
 
@@ -276,9 +276,16 @@ class HfModel(Shown):
             given["position_ids"] = positions[None]
         if "logits_to_keep" in self._takes:
             given["logits_to_keep"] = 1
-        with layers_noted(_layers(self.inner)):
+        with self._noted():
             logits: Tensor = self.inner(**given).logits
         return logits[:, -1:]
+
+    def _noted(self) -> AbstractContextManager[None]:
+        """Return a context in which recorders know the layer. Hooks take time in each step, so there are none without one."""
+        if self.device.recording is None:
+            return nullcontext()
+        lists = [module for module in self.inner.get_decoder().children() if isinstance(module, nn.ModuleList)]
+        return layers_noted(next((each for each in lists if len(each) == self.config.num_hidden_layers), ()))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the result of `advance` as fp32."""
@@ -311,7 +318,7 @@ class HfModel(Shown):
         watch = _Watch(self.device, cancel)
         config = _generation_config(self.inner, limit, sampling, ends)
         replaced = _replaced(self.inner, "generation_config", config)
-        with watch.steps, _seeded(sampling, self.device), replaced, layers_noted(_layers(self.inner)):
+        with watch.steps, _seeded(sampling, self.device), replaced, self._noted():
             hook = self.inner.register_forward_pre_hook(watch.forward, with_kwargs=True)
             try:
                 prompt = torch.tensor([ids], device="cpu").to(self.device.torch)
@@ -407,13 +414,6 @@ def _per_layer(inner: Any) -> list[nn.Module]:
     """Return the table of per-layer inputs, if any. Without its rows, the model would search for the embedded tokens."""
     table = getattr(inner.get_decoder(), "embed_tokens_per_layer", None)
     return [table] if isinstance(table, nn.Module) else []
-
-
-def _layers(inner: Any) -> Sequence[nn.Module]:
-    """Return the layers of the decoder; none if they are not in a list of their own."""
-    lists = [module for module in inner.get_decoder().children() if isinstance(module, nn.ModuleList)]
-    count = inner.config.get_text_config(decoder=True).num_hidden_layers
-    return next((list(each) for each in lists if len(each) == count), ())
 
 
 def _generation_config(inner: Any, limit: int, sampling: Any, ends: Collection[int]) -> Any:
