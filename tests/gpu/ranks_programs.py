@@ -19,16 +19,21 @@ from pathlib import Path
 import torch
 
 from tests.checkpoints import SHAPE, random_tensors, write_gguf
+from toolkit import ops
 from toolkit.bench.ranks import late_sums, slept_us
 from toolkit.core.distributed import current, join, latest
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.exporting.loading import load_exported
 from toolkit.gpu.opening import open_device
+from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 from toolkit.loading.loader import load
 from toolkit.ops import exchange
 from toolkit.ops.collectives import all_gather, all_reduce
+from toolkit.ops.define import record_problems
 from toolkit.trace.columns import KINDS
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import find_scheme
 
 DEMOS = ("demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe")
 PROMPT = "The capital of France is"
@@ -133,6 +138,71 @@ def race(device):
         if out.unique().tolist() != [shard.ranks**3 * 3001.0]:
             wrong.append(f"graph: {out.unique()[:5].tolist()} at the end")
     return {"wrong": wrong, "us_per_replay": seconds / 3000 * 1e6}
+
+
+def random_matrix(n, k, scheme, device):
+    """A packed matrix [n, k] of this rank."""
+    matrix = PackedMatrix(find_scheme(scheme), (n, k), device.torch)
+    for name, made in INT4_MATMUL.inputs(MatmulShape(n, k, scheme=scheme), device.torch, current().rank).items():
+        if name != "x":
+            matrix.parts()[name].copy_(made)
+    return matrix
+
+
+def products(device):
+    """Sums of products, which send their results, next to sums of their results; eagerly and in a graph, with late ranks."""
+    shard, wrong = current(), []
+    with torch.no_grad():
+        matrices = {
+            (n, scheme): random_matrix(n, 512, scheme, device) for n in (5, 96, 2048, 5376) for scheme in ("q4_k", "q6_k")
+        }
+        cases = [(m, dtype, key) for key in matrices for dtype in (torch.bfloat16, torch.float32) for m in (1, 3, 8)]
+        given = [part(shard.rank, (m, 512), dtype, i).to(device.torch) for i, (m, dtype, _) in enumerate(cases)]
+
+        def all_sums():
+            return [ops.matmul_sum(x, matrices[key], shard.ranks) for x, (*_, key) in zip(given, cases, strict=True)]
+
+        shares = [ops.matmul(x, matrices[key]) for x, (*_, key) in zip(given, cases, strict=True)]
+        wanted = [ops.all_reduce(share, shard.ranks) for share in shares]
+        for i in range(40):
+            if i % 4 == 2 * (shard.rank % 2):
+                torch.cuda._sleep(200_000)
+            for found, right, case in zip(all_sums(), wanted, cases, strict=True):
+                if not torch.equal(found, right):
+                    wrong.append(f"eager: {case} in round {i}")
+        found = [torch.empty_like(right) for right in wanted]
+
+        def step():
+            for into, total in zip(found, all_sums(), strict=True):
+                into.copy_(total)
+
+        step()
+        graph = device.capture(step)
+        for i in range(200):
+            if i % 20 == 10 * (shard.rank % 2):
+                torch.cuda._sleep(300_000)
+            graph.replay()
+        torch.cuda.synchronize()
+        wrong += [
+            f"graph: {case}" for one, right, case in zip(found, wanted, cases, strict=True) if not torch.equal(one, right)
+        ]
+    sent = [exchange.targets(device.torch, n_bytes) != [] for n_bytes in (2, exchange.SENT_BYTES, exchange.SENT_BYTES + 2)]
+    return {"wrong": wrong[:9], "sent": sent, "bits": [bits(right) for right in wanted]}
+
+
+def experts(device):
+    """Tokens of a packed model whose products send their results, under every strategy, and of one whose products don't."""
+    model = load("random/qwen3.5-35b-a3b", device, scheme="q4_k_m", progress=False, tensor_parallel=current().ranks)
+    run = {"max_new_tokens": 12, "record": False, "eos": ()}
+    with record_problems() as found:
+        generate(model, PROMPT_IDS, "double-buffered", max_new_tokens=2, record=False)
+    sent = {name: generate(model, PROMPT_IDS, name, **run).tokens for name in STRATEGIES}
+    exchange.SENT_BYTES, before = 0, exchange.SENT_BYTES
+    try:
+        tokens = generate(model, PROMPT_IDS, "double-buffered", **run).tokens
+    finally:
+        exchange.SENT_BYTES = before
+    return {"kernels": sorted({kernel.name for kernel, _ in found}), "sent": sent, "tokens": tokens}
 
 
 def packages(device):
@@ -246,7 +316,7 @@ def loop(device):
     return {"refused": refused, "count": len(events["collectives"]), "publish": _publications(trace), **events}
 
 
-SECTIONS = {f.__name__: f for f in (sums, race, tokens, steps, late, uneven, loop, by_nccl)}
+SECTIONS = {f.__name__: f for f in (sums, race, products, experts, tokens, steps, late, uneven, loop, by_nccl)}
 MORE = {"packages": packages}  # needs packages
 
 

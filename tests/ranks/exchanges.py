@@ -21,17 +21,15 @@ def inbox(folder: str, ranks: int) -> Any:
     import triton.runtime.interpreter
 
     from tests.interpreter import patch_once_per_launch
-    from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, Inbox
+    from toolkit.kernels.exchange import in_memory, memory_words
 
     patch_once_per_launch(triton.runtime.interpreter)
-    shape = (PLACES, ranks, MOST_BLOCKS * BLOCK_WORDS)
-    count = PLACES * ranks * shape[-1]
-    maps = [torch.from_file(f"{folder}/{rank}", True, count, dtype=torch.int64) for rank in range(ranks)]
-    addresses = torch.tensor([each.data_ptr() for each in maps])
+    maps = [torch.from_file(f"{folder}/{rank}", True, memory_words(ranks), dtype=torch.int64) for rank in range(ranks)]
     _kept.append(maps)
     rank = join(ranks).rank
-    counts = torch.full((MOST_BLOCKS,), -3, dtype=torch.int32)  # so that the numbers pass through 0
-    return Inbox(rank, maps[rank].view(shape), addresses, counts)
+    found = in_memory(rank, maps[rank], torch.tensor([each.data_ptr() for each in maps]))
+    found.counts.fill_(-3)  # so that the numbers pass through 0
+    return found
 
 
 _kept: list[list[Tensor]] = []
@@ -62,4 +60,40 @@ def sums(folder: str, ranks: int, rounds: int) -> list[str]:
         exchange.all_gather(box, parts[box.rank], sizes, joined).run()
         if not torch.equal(joined, torch.cat(parts, 1)):
             wrong.append(f"gather {number}")
+    return wrong
+
+
+def sent(folder: str, ranks: int, rounds: int) -> list[str]:
+    """Sum what products send, with random pauses. Return the products whose sum isn't that of `all_reduce`, bit for bit."""
+    box, wrong = inbox(folder, ranks), []
+    from toolkit.kernels import exchange
+    from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
+    from toolkit.kernels.moe import MOE_STEP, MoeShape
+
+    problems = (
+        (INT4_MATMUL, MatmulShape(n=70, k=256, m=3)),
+        (MOE_STEP, MoeShape(96, 64, 8, 2, scheme="int8-g32", down="int8-g32")),
+        (INT4_MATMUL, MatmulShape(n=36, k=256, m=8, activations="bf16", out="fp32")),  # two blocks of the sum
+        (INT4_MATMUL, MatmulShape(n=5, k=256, quantised=True)),
+    )
+    gather(torch.zeros(1))  # all have mapped the memory
+    pause, done = random.Random(box.rank), []
+    for number in range(rounds):
+        kernel, shape = problems[number % 4]
+        inputs = kernel.inputs(shape, "cpu", ranks * number + box.rank)
+        inputs |= {"targets": box.sent.targets, "counts": box.sent.counts}
+        outputs = kernel.outputs(shape, inputs)
+        if pause.random() < 0.5:
+            time.sleep(pause.random() / 200)
+        for launch in kernel.launches(shape, kernel.space(shape)[-1], inputs, outputs):
+            launch.run()
+        own = outputs["out" if kernel is INT4_MATMUL else "output"]
+        found = torch.empty_like(own)
+        exchange.sum_of_sent(box, own, found).run()
+        done.append((f"{kernel.name} {number}", own, found))
+    for name, own, found in done:
+        wanted = torch.empty_like(own)
+        exchange.all_reduce(box, own, wanted).run()
+        if not torch.equal(found, wanted) or torch.equal(found, own):
+            wrong.append(name)
     return wrong

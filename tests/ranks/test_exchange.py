@@ -16,9 +16,16 @@ def test_limits_are_those_of_the_kernels() -> None:
     from toolkit.kernels import exchange as kernels
 
     assert (exchange.MOST_BYTES, exchange.DTYPES) == (kernels.MOST_BYTES, kernels.DTYPES)
+    assert kernels.SENT_BYTES.value == exchange.SENT_BYTES
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
 def test_many_exchanges_in_a_row(ranks: Ranks, tmp_path: Path, count: int) -> None:
     assert ranks.results(count, exchanges.sums, str(tmp_path), count, 12) == [[]] * count
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(2, 8), (3, 4)])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
+def test_products_send_their_results(ranks: Ranks, tmp_path: Path, count: int, rounds: int) -> None:
+    assert ranks.results(count, exchanges.sent, str(tmp_path), count, rounds) == [[]] * count

@@ -31,6 +31,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
+from toolkit.kernels.exchange import send, targets_of
 from toolkit.kernels.packed import (
     activate,
     block_product,
@@ -84,12 +85,16 @@ def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr
 @triton.jit
 def _matmul(
     x_codes_ptr, x_scales_ptr, x_sums_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, out_ptr, width,
+    targets_ptr, counts_ptr,
     M: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     AHEAD: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
-    ACTIVATION: tl.constexpr, LEVELS: tl.constexpr, PTX: tl.constexpr,
+    ACTIVATION: tl.constexpr, LEVELS: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of each of BN, over all of K, for TOKENS tokens. Loads have no masks, which would take more instructions."""
+    """ROWS rows of each of BN, over all of K, for TOKENS tokens. Loads have no masks, which would take more instructions.
+
+    With several RANKS, the result is also sent to the other ones (see `toolkit.kernels.exchange`).
+    """
     BLOCKS: tl.constexpr = K // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     TOKEN_BLOCKS: tl.constexpr = (M + TOKENS - 1) // TOKENS
@@ -99,6 +104,7 @@ def _matmul(
     first_row = tl.program_id(0) // TOKEN_BLOCKS * (ROWS * BN)
     base = tl.minimum(first_row, width - ROWS * BN)  # the last program is aligned to the end of the rows
     same = tl.zeros((BN, 1), tl.int32)  # for every row
+    targets = ()
     parts = (codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr)
     sums = ()
     for _ in tl.static_range(RESULTS * HALVES):
@@ -111,6 +117,9 @@ def _matmul(
         )  # fmt: skip
         if c == 0:
             take_turn()  # wait for the activations; the matrix is there already
+            if RANKS > 1:
+                at, inside = _places(token, first_row, base, width, M, ROWS, BN, RESULTS)
+                targets = targets_of(targets_ptr, counts_ptr, at, inside, out_ptr.dtype.element_ty, RANKS)
         if PTX:
             tl.debug_barrier()
         for t in tl.static_range(c, c + AHEAD):
@@ -143,17 +152,27 @@ def _matmul(
     else:
         gate, up = tl.split(tl.reshape(value, (BN, RESULTS, 2)))
         value = activate(gate, up, ACTIVATION)
+    at, inside = _places(token, first_row, base, width, M, ROWS, BN, RESULTS)
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+    if RANKS > 1:
+        send(value.to(out_ptr.dtype.element_ty), targets, inside)
+
+
+@triton.jit
+def _places(token, first_row, base, width, M: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, RESULTS: tl.constexpr):
+    """Return the places of a program's results [BN, RESULTS], and which of them are its own."""
     result = tl.arange(0, RESULTS)[None, :]
     n = base + (result % ROWS) * BN + tl.arange(0, BN)[:, None]
     of = token + result // ROWS
-    tl.store(out_ptr + of.to(tl.int64) * width + n, value.to(out_ptr.dtype.element_ty), mask=(n >= first_row) & (of < M))
+    return of.to(tl.int64) * width + n, (n >= first_row) & (of < M)
 
 
 class Int4Matmul(Kernel):
     """x [m, k] times the transpose of a packed matrix [n, k], with an epilogue: see `MatmulShape`.
 
     Inputs are "x" (bf16 or fp32), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the parts of the matrix (see
-    `PackedMatrix`); the result is "out" [m, width]. `cost` counts the matrix in its packed size, which is that in a GGUF file.
+    `PackedMatrix`); the result is "out" [m, width]. With inputs "targets" and "counts" (see `toolkit.kernels.exchange.Sent`) it
+    is also sent to other ranks. `cost` counts the matrix in its packed size, which is that in a GGUF file.
     """
 
     name = "int4_matmul"
@@ -255,12 +274,14 @@ class Int4Matmul(Kernel):
         absent = {name: None for name, part in parts.items() if part is None}
         arguments |= {"x_codes_ptr": x["x_codes"].view(torch.int64), "x_scales_ptr": x["x_scales"], "x_sums_ptr": x["x_sums"]}
         arguments |= {"out_ptr": outputs["out"], "width": shape.width}
+        for name in ("targets", "counts"):
+            (arguments if name in inputs else absent)[f"{name}_ptr"] = inputs.get(name)
         constants = {
             "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks,
             "AHEAD": min(config["ahead"], -(-shape.k // (BLOCK * blocks))),
             "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
             "ACTIVATION": shape.activation, "LEVELS": (tokens * rows * (shape.n // max(1, shape.width))).bit_length() - 1,
-            **shared, **absent,
+            "RANKS": 1 + len(inputs.get("targets", ())), **shared, **absent,
         }  # fmt: skip
         grid = (-(-shape.width // max(1, rows * constants["BN"])) * -(-shape.m // tokens),)
         matmul = Launch(

@@ -26,6 +26,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import take_turn
+from toolkit.kernels.exchange import send, targets_of
 from toolkit.kernels.int4_matmul import BLOCK, EPILOGUES, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, matrix_pointers, randomize
 from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
@@ -91,7 +92,8 @@ class MoeStep(Kernel):
     expert it has one more row, which gives that expert's weight before the sigmoid. Among equal scores the lowest number wins.
     The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows before
     up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; for the shared expert "shared_up_codes" [2 width,
-    hidden / 2], ... and "shared_down_codes", ... .
+    hidden / 2], ... and "shared_down_codes", ... . With inputs "targets" and "counts" (see `toolkit.kernels.exchange.Sent`) the
+    experts' sum is also sent to other ranks.
     """
 
     name = "moe_step"
@@ -201,6 +203,9 @@ class MoeStep(Kernel):
         words = {"x_codes": x["x_codes"].view(torch.int64)}, {"inner": inner["inner"].view(torch.int64)}
         up_arguments = {**up, **x, **inner, **words[0], **scores}
         down_arguments = {**down, **inner, **words[1], **scores, "output": outputs["output"]}
+        for name in ("targets", "counts"):
+            (down_arguments if name in inputs else second)[name] = inputs.get(name)
+        second["RANKS"] = 1 + len(inputs.get("targets", ()))
         first |= scheme_constants(find_scheme(shape.scheme))
         second |= scheme_constants(find_scheme(shape.down))
         starts, ups, downs = 1 + -(-shape.rows // SCORES), shape.used * shape.width // pairs, -(-shape.hidden // rows)
@@ -361,12 +366,15 @@ def _up(
 @triton.jit
 def _down(
     codes, high, scales, offsets, steps, shared_codes, shared_high, shared_scales, shared_offsets, shared_steps,
-    inner, inner_scales, inner_sums, scores, output,
+    inner, inner_scales, inner_sums, scores, output, targets, counts,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
     EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    OFFSET: tl.constexpr, PTX: tl.constexpr,
+    OFFSET: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """BN times EACH rows of every expert used, times its inner activations, summed with the experts' weights."""
+    """BN times EACH rows of every expert used, times its inner activations, summed with the experts' weights.
+
+    With several RANKS, the sum is also sent to the other ones (see `toolkit.kernels.exchange`).
+    """
     BLOCKS: tl.constexpr = WIDTH // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     first_row = tl.program_id(0) * (EACH * BN)
@@ -384,6 +392,10 @@ def _down(
         at = chosen[s].to(tl.int64) * HIDDEN + base
         held = held + load_tiles(parts, at, 0, 0, TILES, EACH, 1, BN, BG, WIDTH, BITS, GROUP, STEPS, OFFSET, "")
     take_turn()
+    to = ()
+    if RANKS > 1:
+        n = base + tl.arange(0, EACH)[None, :] * BN + tl.arange(0, BN)[:, None]
+        to = targets_of(targets, counts, n, n >= first_row, output.dtype.element_ty, RANKS)
     if PTX:
         tl.debug_barrier()
     same = tl.zeros((BN, 1), tl.int32)
@@ -407,3 +419,5 @@ def _down(
         found *= 1.0 / (1 << (8 - BITS))
     n = base + tl.arange(0, EACH)[None, :] * BN + tl.arange(0, BN)[:, None]
     tl.store(output + n, found.to(output.dtype.element_ty), mask=n >= first_row)
+    if RANKS > 1:
+        send(found.to(output.dtype.element_ty), to, n >= first_row)

@@ -109,7 +109,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with `chosen` (n experts), a plain x [n, T, in] -> [n, T, out]."""
         if chosen is None:
-            out = ops.all_reduce(ops.matmul(x, self.weight), self.ranks)
+            out = ops.matmul_sum(x, self.weight, self.ranks)
         else:
             assert isinstance(x, Tensor)
             out = experts_matmul(x, self.weight, chosen)
@@ -380,8 +380,9 @@ class Experts(nn.Module):
             return None
         if not ops.moe_fits(x.added, x.x, norm.weight, router, packed, self.activation, own):
             return None
-        out, total = ops.moe(x.added, x.x, norm.weight, norm.eps, router, top_k, packed, self.activation, own)
-        return Residual(total, ops.all_reduce(out, self.ranks))
+        given = (norm.weight, norm.eps, router, top_k, packed, self.activation, own)
+        out, total = ops.moe(x.added, x.x, *given, ranks=self.ranks)
+        return Residual(total, out)
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)

@@ -14,14 +14,14 @@ from toolkit.ops.gates import gate_heads
 from toolkit.ops.mixers import delta_net
 from toolkit.ops.mixture import choose_experts, experts, experts_fit, moe, moe_fits
 from toolkit.ops.norms import add_norm, norm_add, rms_norm
-from toolkit.ops.products import ACTIVATIONS, Operand, few_rows, matmul, read_first, takes_quantized
+from toolkit.ops.products import ACTIVATIONS, Operand, few_rows, matmul, matmul_sum, read_first, takes_quantized
 from toolkit.ops.sampling import sample
 
 __all__ = [
     "ACTIVATIONS", "Codebook", "HeadLayout", "Operand", "Projected", "add_norm", "all_gather", "all_reduce", "attend",
     "attend_codes", "choose_experts", "codes_fit", "delta_net", "describe_problems", "embed", "experts", "experts_fit",
-    "few_rows", "gate_heads", "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes", "read_first",
-    "record_problems", "rms_norm", "sample", "takes_quantized", "write_codes", "write_heads",
+    "few_rows", "gate_heads", "make_heads", "matmul", "matmul_sum", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes",
+    "read_first", "record_problems", "rms_norm", "sample", "takes_quantized", "write_codes", "write_heads",
 ]  # fmt: skip
 
 

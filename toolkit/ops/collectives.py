@@ -7,7 +7,7 @@ the same operations in the same order. On a single rank, the functions return th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +20,35 @@ from toolkit.gpu.virtual.effects.effect import NCCL, Effect, collective, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Kwargs, Script, Take, scratch
 from toolkit.ops import exchange
-from toolkit.ops.define import direct
+from toolkit.ops.define import direct, is_launched, launches_now
 from toolkit.ops.tape import recording
 
 _library = torch.library.Library("toolkit", "FRAGMENT")
 
 
-def all_reduce(x: Tensor, ranks: int) -> Tensor:
-    """Return the sum of the tensors of all ranks, which have one shape, in the dtype of `x`. It is computed in fp32."""
+def all_reduce(x: Tensor, ranks: int, sent: bool = False) -> Tensor:
+    """Return the sum of the tensors of all ranks, which have one shape, in the dtype of `x`. It is computed in fp32.
+
+    `sent` is for `summed`: `x` has been sent to the other ranks already.
+    """
     if ranks == 1:
         return x
     _check(x)
     if _launches_directly(x):
-        return exchange.all_reduce(x, ranks)
-    return torch.ops.toolkit.all_reduce(x, ranks)  # type: ignore[no-any-return]
+        return exchange.all_reduce(x, ranks, sent)
+    return torch.ops.toolkit.all_reduce(x, ranks, sent)  # type: ignore[no-any-return]
+
+
+def summed(product: Callable[[list[Tensor]], Sequence[Tensor]], like: Tensor, values: int, ranks: int) -> list[Tensor]:
+    """Return the results of `product`, the first of them summed over all ranks: `values` numbers in the dtype of `like`.
+
+    On CUDA, `product` launches an operation with the tensors that it is given, by which that operation sends its result to the
+    other ranks itself. The sum is then there sooner. The list is empty on all ranks if their GPUs or the size don't allow it.
+    """
+    inside = ranks > 1 and like.is_cuda and is_launched()
+    targets = exchange.targets(like.device, values * like.element_size()) if inside else []
+    out, *others = product(targets)
+    return [all_reduce(out, ranks, bool(targets) and launches_now()), *others]
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
@@ -57,7 +72,7 @@ def _check(x: Tensor) -> None:
         raise ModelError("a gradient of a model over several ranks", found, "Run it under torch.no_grad()")
 
 
-def _all_reduce(x: Tensor, ranks: int) -> Tensor:
+def _all_reduce(x: Tensor, ranks: int, sent: bool = False) -> Tensor:
     return gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
@@ -68,6 +83,10 @@ def _all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(gather(padded), sizes, strict=True)]).movedim(0, dim).contiguous()
 
 
+def _all_reduce_shape(x: Tensor, ranks: int, sent: bool = False) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
@@ -75,7 +94,7 @@ def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
 
 
 for _schema, _on_host, _on_cuda, _shape in (
-    ("all_reduce(Tensor x, int ranks) -> Tensor", _all_reduce, exchange.all_reduce, lambda x, ranks: torch.empty_like(x)),
+    ("all_reduce(Tensor x, int ranks, bool sent=False) -> Tensor", _all_reduce, exchange.all_reduce, _all_reduce_shape),
     ("all_gather(Tensor x, int[] sizes, int dim) -> Tensor", _all_gather, exchange.all_gather, _all_gather_shape),
 ):
     _name = _schema.split("(")[0]
@@ -113,7 +132,7 @@ def _largest(out: Tensor, sizes: Sequence[int]) -> int:
 @scratch("toolkit::all_reduce")
 def _all_reduce_scratch(args: Args, kwargs: Kwargs, out: Any) -> Script:
     """NCCL joins the tensors of all ranks, which are then summed."""
-    x, ranks = args
+    x, ranks = args[0], args[1]
     return () if exchange.is_small(x, nbytes(x)) else [Take(ranks * nbytes(x)), MAKE_RESULTS]
 
 

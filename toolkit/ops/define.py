@@ -203,6 +203,11 @@ def is_launched() -> bool:
     return _compiling_for is None
 
 
+def launches_now() -> bool:
+    """Return whether operations launch their kernels on CUDA; in `describe_problems`, they don't."""
+    return _launching.get()
+
+
 def direct(first: Tensor) -> bool:
     """Return whether operations on `first` run by their plans: nothing observes, compiles, traces or records them."""
     return not is_compiling() and not _recorders and _compiling_for is None and plans.unobserved(first)

@@ -1,5 +1,7 @@
 """Collectives on CUDA GPUs: small tensors in one launch, through memory that all ranks write to; large ones by NCCL.
 
+A product of a decode step can send its result itself, so that its sum waits only for those of the other ranks (`targets`).
+
 The launches run in CUDA graphs, also in the body of a loop. Ranks whose GPUs don't reach each other's memory use NCCL for all
 sizes.
 """
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from toolkit.kernels.exchange import Inbox
 
 MOST_BYTES = 1 << 19  # of the tensor of a rank that is exchanged in one launch; `toolkit.kernels.exchange` has the same figure
+SENT_BYTES = 1 << 17  # of a result that a product sends itself; likewise
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_SHOT = "one-shot"  # an algorithm, as NCCL
 
@@ -62,33 +65,44 @@ def links(device: torch.device) -> Links:
 def _connected(group: Any, device: torch.device) -> Links:
     import torch.distributed as dist
 
-    from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, Inbox
-
     shard = distributed.current()
     if "cuda:nccl" not in str(dist.get_backend_config()):
         found, do = f"the group's backends are {dist.get_backend_config()}", 'Call init_process_group("cpu:gloo,cuda:nccl")'
         raise DeviceError(f"a model over {shard.ranks} ranks on CUDA", found, do)
-    words = PLACES * shard.ranks * MOST_BLOCKS * BLOCK_WORDS
-    shared, why_not = connect(device, shard, words + MOST_BLOCKS // 2)
-    inbox = None
-    if shared is not None:
-        rows = shared.own[:words].view(PLACES, shard.ranks, MOST_BLOCKS * BLOCK_WORDS)
-        inbox = Inbox(shard.rank, rows, shared.addresses, shared.own[words:].view(torch.int32))
+    from toolkit.kernels.exchange import in_memory, memory_words
+
+    shared, why_not = connect(device, shard, memory_words(shard.ranks))
+    inbox = None if shared is None else in_memory(shard.rank, shared.own, shared.addresses)
     return Links(group, device, shared, inbox, why_not)
 
 
-def all_reduce(x: Tensor, count: int) -> Tensor:
-    """Return the sum of the tensors of `count` ranks, computed in fp32."""
+def targets(device: torch.device, n_bytes: int) -> list[Tensor]:
+    """Return what a product takes to send a result of this size to the other ranks; [] if it can't.
+
+    After that product, and before another one sends, all ranks must call `all_reduce` with its result and `sent=True`.
+    """
+    inbox = links(device).inbox
+    return [] if inbox is None or n_bytes > SENT_BYTES else [inbox.sent.targets, inbox.sent.counts]
+
+
+def all_reduce(x: Tensor, count: int, sent: bool = False) -> Tensor:
+    """Return the sum of the tensors of `count` ranks, computed in fp32. `sent` says that `x` is a result with `targets`."""
     inbox, x = links(x.device).inbox, x.contiguous()
     if inbox is None or not is_small(x, x.nbytes):
         return _by_nccl("all_reduce", x, x.nbytes).sum(0)
     from toolkit.kernels import exchange
 
-    out = torch.empty_like(x)
+    try:
+        out = torch.empty_like(x)
+    except torch.OutOfMemoryError:
+        if sent:
+            exchange.sum_of_sent(inbox, x, x).run()  # what was sent must not stay there
+        raise
     if x.numel():
-        key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16
+        key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16, sent
         note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
-        _start(exchange.all_reduce(inbox, x, out), x, out, note, key)
+        launch = exchange.sum_of_sent(inbox, x, out) if sent else exchange.all_reduce(inbox, x, out)
+        _start(launch, x, out, note, key)
     return out
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.collectives import summed
 from toolkit.ops.define import Problem, aligned, call, define, launches, on_gpu
 from toolkit.ops.products import ACTIVATIONS, FUSED
 from toolkit.weights.packed import PackedMatrix, dequantize
@@ -49,7 +51,7 @@ def moe_fits(
 
 def moe(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, top_k: int, matrices: Gated, activation: str,
-    shared: Gated | None = None,
+    shared: Gated | None = None, ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add x to the residual of one token, normalize the sum, and run it through the `top_k` experts with the highest scores.
 
@@ -60,13 +62,14 @@ def moe(
         norm: The norm's weight [hidden], fp32.
         router: [experts, hidden], gives the scores, whose softmax weights the experts. If there is a `shared` expert, one more
             row gives its weight before the sigmoid.
+        ranks: Over so many, the output is summed (see `all_reduce`).
 
     Returns (output of the experts, residual + x), shaped like x.
     """
     up, down = matrices
     held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
-    given = (aligned(x), aligned(residual), norm, eps, router)
-    out, total = call("moe", *given, *held, up.scheme.name, down.scheme.name, top_k, activation)
+    operands = (aligned(x), aligned(residual), norm, eps, router, *held, up.scheme.name, down.scheme.name, top_k, activation)
+    out, total = summed(partial(call, "moe", *operands), x, x.numel(), ranks)
     return out, total
 
 
@@ -119,6 +122,7 @@ def _gated(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
 def _moe_reference(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, up: Sequence[Tensor], down: Sequence[Tensor],
     shared_up: Sequence[Tensor], shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
+    targets: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     total = residual + x
     normed = F.rms_norm(total.float(), total.shape[-1:], norm, eps).to(x.dtype).view(1, -1)
@@ -137,6 +141,7 @@ def _moe_reference(
 def _moe_problem(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, up: Sequence[Tensor], down: Sequence[Tensor],
     shared_up: Sequence[Tensor], shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
+    targets: Sequence[Tensor] | None = None,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.moe import MOE_STEP, MoeShape
 
@@ -145,13 +150,15 @@ def _moe_problem(
     inputs |= _named(up, scheme, "up_") | _named(down, down_scheme, "down_")
     if shared_up:
         inputs |= _named(shared_up, scheme, "shared_up_") | _named(shared_down, down_scheme, "shared_down_")
+    inputs |= dict(zip(("targets", "counts"), targets or (), strict=False))
     sizes = (x.shape[-1], width, count, top_k, bool(shared_up))
     return MOE_STEP, MoeShape(*sizes, scheme, down_scheme, activation, dtype_name(x.dtype), repr(eps)), inputs
 
 
 define(
     "moe(Tensor x, Tensor residual, Tensor norm, float eps, Tensor router, Tensor[] up, Tensor[] down, Tensor[] shared_up, "
-    "Tensor[] shared_down, str scheme, str down_scheme, int top_k, str activation) -> Tensor[]",
+    "Tensor[] shared_down, str scheme, str down_scheme, int top_k, str activation, "
+    "Tensor[]? targets=None) -> Tensor[]",
     _moe_reference, lambda x, *rest: [torch.empty_like(x), torch.empty_like(x)], _moe_problem,
     lambda outputs, x: [outputs["output"].view(x.shape), outputs["residual"].view(x.shape)],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.collectives import all_reduce, summed
 from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, PackedMatrix, packed_matmul
 from toolkit.weights.schemes import SCHEMES
@@ -75,10 +76,26 @@ def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str =
     if on_gpu(x) and x.numel():
         few = few_rows(x)
         if dtype == torch.bfloat16 or (few and dtype == torch.float32):
-            return call("packed_matmul", aligned(x), parts, scheme, activation, list(quantized))  # type: ignore[no-any-return]
+            return _launched(Operand(x, quantized), weight, activation, [])[0]
         if few and dtype == torch.float16:
             return matmul(x.float(), weight, activation).to(dtype)
     return _matmul_reference(x, parts, scheme, activation)
+
+
+def matmul_sum(x: Tensor | Operand, weight: Tensor | PackedMatrix, ranks: int) -> Tensor:
+    """Return the sum of `matmul(x, weight)` over all ranks, each with its own operands (see `all_reduce`)."""
+    x = x if isinstance(x, Operand) else Operand(x)
+    of = x.plain
+    few = ranks > 1 and few_rows(of) and of.dtype in (torch.bfloat16, torch.float32)
+    if few and isinstance(weight, PackedMatrix) and on_gpu(of):
+        values = of.numel() // of.shape[-1] * weight.shape[-2]
+        return summed(partial(_launched, x, weight, "none"), of, values, ranks)[0]
+    return all_reduce(matmul(x, weight), ranks)
+
+
+def _launched(x: Operand, weight: PackedMatrix, activation: str, targets: list[Tensor]) -> list[Tensor]:
+    given = aligned(x.plain), weight.operand(), weight.scheme.name, activation, list(x.quantized), targets
+    return [call("packed_matmul", *given)]
 
 
 def _activated(both: Tensor, activation: str) -> Tensor:
@@ -89,17 +106,24 @@ def _activated(both: Tensor, activation: str) -> Tensor:
 
 
 def _matmul_reference(
-    x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor] = ()
-) -> Tensor:
+    x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor] = (),
+    targets: Sequence[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     found = SCHEMES[scheme]
     return _activated(packed_matmul(x, found, dict(zip(found.parts(), parts, strict=True))), activation)
 
 
-def _matmul_shape(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor]) -> Tensor:
+def _matmul_shape(
+    x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor],
+    targets: Sequence[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     return x.new_empty(*x.shape[:-1], parts[0].shape[0] // (1 if activation == "none" else 2))
 
 
-def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor]) -> Problem:
+def _matmul_problem(
+    x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor],
+    targets: Sequence[Tensor] | None = None,
+) -> Problem:  # fmt: skip
     n, k = parts[0].shape[0], x.shape[-1]
     rows = x.reshape(-1, k)
     matrix = dict(zip(SCHEMES[scheme].parts(), parts, strict=True))
@@ -115,7 +139,7 @@ def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation:
     if quantized:
         given = {f"x_{name}": t.view(rows.shape[0], -1) for name, t in zip(("codes", "scales", "sums"), quantized, strict=True)}
     shape = MatmulShape(n, k, rows.shape[0], scheme, digits, activation, out, bool(quantized))
-    return INT4_MATMUL, shape, given | matrix
+    return INT4_MATMUL, shape, given | matrix | dict(zip(("targets", "counts"), targets or (), strict=False))
 
 
 @rule("toolkit::packed_matmul")
@@ -134,7 +158,8 @@ def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) 
 
 
 define(
-    "packed_matmul(Tensor x, Tensor[] parts, str scheme, str activation, Tensor[] quantized) -> Tensor",
+    "packed_matmul(Tensor x, Tensor[] parts, str scheme, str activation, Tensor[] quantized, Tensor[]? targets=None) -> "
+    "Tensor",
     _matmul_reference, _matmul_shape, _matmul_problem,
     lambda outputs, x: outputs["out"].view(*x.shape[:-1], -1),
 )  # fmt: skip
