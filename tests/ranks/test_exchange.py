@@ -10,6 +10,7 @@ import torch
 from tests.ranks import exchanges
 from tests.ranks.pool import Ranks
 from toolkit.ops import exchange
+from toolkit.trace.nccl import SUM_OF_SENT
 
 
 def test_limits_are_those_of_the_kernels() -> None:
@@ -17,6 +18,7 @@ def test_limits_are_those_of_the_kernels() -> None:
 
     assert (exchange.MOST_BYTES, exchange.DTYPES) == (kernels.MOST_BYTES, kernels.DTYPES)
     assert kernels.SENT_BYTES.value == exchange.SENT_BYTES
+    assert kernels.one_shot_all_reduce_of_sent.__name__ == SUM_OF_SENT
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -77,6 +77,23 @@ def test_the_drift_and_the_error_of_a_clock_are_found(tmp_path):
     assert trace.ranks()["clock_error_us"].max() < 2
 
 
+def test_sums_of_what_was_sent_before_do_not_move_a_clock(tmp_path):
+    """The host of rank 1 launches all sums 70 µs late; what they add up has arrived, so rank 0 has ended them by then."""
+    kinds = ["one_shot_all_reduce_of_sent"] * 3 + ["one_shot_all_gather"]
+    files = []
+    for rank in (0, 1):
+        events = [
+            collective(1000 * i + (70 if rank and "sent" in name else 0), 5, seq=i, name=name)
+            for i, name in enumerate(kinds * 10)
+        ]
+        files.append(write_rank(tmp_path / f"rank{rank}.json", rank, 2, events))
+    trace = quiet(files)
+    assert trace.meta["clocks"][1]["offset_us"] == pytest.approx(0, abs=0.1)
+    assert "on the ends of 10 collectives" in trace.meta["notes"][0]
+    waits = trace.collectives().set_index("seq")["rank0_wait_us"]
+    assert waits.tolist() == [5, 5, 5, 0] * 10
+
+
 def test_outliers_do_not_move_a_clock():
     rng = np.random.default_rng(0)
     true = np.sort(rng.uniform(0, 1e9, 301))

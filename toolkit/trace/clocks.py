@@ -2,7 +2,8 @@
 
 All ranks leave an all-reduce at about the same time, whichever of them came last. The differences between the ends that two
 ranks recorded are therefore the difference of their clocks, which drifts by some millionths, and an error of some µs. The fit
-is a line through the differences that ignores outliers: medians instead of means (Theil and Sen).
+is a line through the differences that ignores outliers: medians instead of means (Theil and Sen). Sums of what earlier kernels
+have sent are left out if there are other collectives: ranks may end them one after the other.
 """
 
 from __future__ import annotations
