@@ -113,6 +113,18 @@ def step_experiments() -> str:
     return table(["change", "after 64 tokens", "after 8,192 tokens"], rows)
 
 
+def products_send() -> str:
+    """Return the table of models on two GPUs whose products send their results, and of the same models without that."""
+    rates: dict[str, dict[bool, list[float]]] = {}
+    for row in record("h200x2_products_send")["rows"]:
+        rates.setdefault(row["model"].removeprefix("random/"), {})[row["products_send"]] = row["tok_per_s"]
+    rows = [
+        [model, span(each[False]), span(each[True]), f"{100 * (max(each[True]) / max(each[False]) - 1):+.1f} %"]
+        for model, each in rates.items()
+    ]
+    return table(["model", "tok/s before", "tok/s", "gain"], rows)
+
+
 def carveouts() -> tuple[str, str]:
     """Return the tables of steps whose attention, or one of whose products, prefers a share of shared memory."""
     made = record("h200_carveouts")
@@ -595,6 +607,7 @@ def substitutions() -> dict[str, Any]:
         "memory": memory_figures(), "captured": captured_steps(),
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
+        "table_products_send": products_send(),
         "table_shared_keys": shared_keys(),
         **dict(zip(("table_carveouts", "table_product_carveouts"), carveouts(), strict=True)),
         "table_first_runs": first_runs(),
