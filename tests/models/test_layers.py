@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toolkit as tk
+from toolkit.core.distributed import Shard
+from toolkit.models import layers
+from toolkit.models.cuts import evenly
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm
 from toolkit.models.places import initialize, set_scheme, spot, to_dtype
 from toolkit.ops import matmul
@@ -356,3 +359,30 @@ def test_packed_matrices_give_operations_one_list_until_a_part_is_replaced() -> 
         change()
         assert matrix.operand() is not before
         assert [*map(id, matrix.operand())] == [*map(id, matrix.parameters())]
+
+
+@pytest.mark.parametrize(("width", "shared", "sends"), [(1024, 1024, True), (1280, 1024, False), (1024, 1280, False)])
+def test_all_ranks_agree_on_whether_experts_send_their_result(
+    width: int, shared: int, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With unequal parts, the operation may fit on one rank only, and a rank that sends waits for ranks that send."""
+    summed: list[int] = []
+
+    def moe(x: Tensor, residual: Tensor, *given: object, ranks: int) -> tuple[Tensor, Tensor]:
+        summed.append(ranks)
+        return x, residual
+
+    monkeypatch.setattr(layers.ops, "moe", moe)
+    monkeypatch.setattr(layers.ops, "moe_fits", lambda *given: True)
+    monkeypatch.setattr(layers.ops, "all_reduce", lambda x, ranks: summed.append(-ranks))
+    for rank in range(2):
+        shard = Shard(rank, 2, block=256)
+        with torch.device("meta"):
+            experts = Experts(4, 512, evenly(width, shard, "width"))
+            own = GatedMLP(512, evenly(shared, shard, "width"), partial=True)
+            for each in (experts, own):
+                each.gate_up.join()
+            router, x, norm = nn.Parameter(torch.empty(5, 512)), torch.empty(1, 1, 512), RMSNorm(512, 1e-6)
+        monkeypatch.setattr(layers, "packed_pair", lambda *given: True)
+        assert experts.step(layers.Residual(x, x), norm, router, 2, own) is not None
+    assert summed == ([2, 2] if sends else [1, -2, 1, -2])

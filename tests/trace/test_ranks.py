@@ -77,7 +77,7 @@ def test_the_drift_and_the_error_of_a_clock_are_found(tmp_path):
     assert trace.ranks()["clock_error_us"].max() < 2
 
 
-def test_sums_of_what_was_sent_before_do_not_move_a_clock(tmp_path):
+def test_sums_of_what_was_sent_before_neither_move_a_clock_nor_wait_for_a_late_launch(tmp_path):
     """The host of rank 1 launches all sums 70 µs late; what they add up has arrived, so rank 0 has ended them by then."""
     kinds = ["one_shot_all_reduce_of_sent"] * 3 + ["one_shot_all_gather"]
     files = []
@@ -90,8 +90,8 @@ def test_sums_of_what_was_sent_before_do_not_move_a_clock(tmp_path):
     trace = quiet(files)
     assert trace.meta["clocks"][1]["offset_us"] == pytest.approx(0, abs=0.1)
     assert "on the ends of 10 collectives" in trace.meta["notes"][0]
-    waits = trace.collectives().set_index("seq")["rank0_wait_us"]
-    assert waits.tolist() == [5, 5, 5, 0] * 10
+    assert not trace.collectives()[["rank0_wait_us", "rank1_wait_us"]].any(axis=None)
+    assert not trace.ranks()["last_count"].any()
 
 
 def test_outliers_do_not_move_a_clock():

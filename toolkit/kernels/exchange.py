@@ -13,15 +13,16 @@ whole block, also where the tensor has ended, and all ranks launch the same numb
 The launch that follows begins during the exchange, so that the next product loads its matrix while this one waits. It begins
 only when the launch in front of the exchange has ended. When it began earlier, Qwen3.5-35B-A3B decoded 1 % slower on two H100s.
 
-The products of decoding don't wait for that launch: they send their results to the other ranks themselves (`targets_of`,
-`send`), into memory of its own, and the launch that follows only waits for those of the others and adds them up
-(`sum_of_sent`). There, 0 means that a value has not arrived. What is sent is the value with its sign bit flipped, and -0.0 is
-sent as 0.0, so that no value is 0. The launch that has read a value puts the 0 back. The two places take turns as above.
+Products of decode steps send their results themselves (`targets_of`, `send`), into another part of the memory. The launch after
+such a product only waits for the results of the other ranks, and adds them up (`sum_of_sent`). In this part of the memory, 0
+means that a value has not arrived. A value is sent with its sign bit flipped, and -0.0 as 0.0, so that no value is 0. What has
+read a value puts the 0 back. A product may write to a place again, because every other rank has emptied it before its own last
+product began, and this rank has read the result of that product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,16 @@ def sum_of_sent(inbox: Inbox, x: Tensor, out: Tensor) -> Launch:
     constants = {"RANKS": inbox.ranks, "ROOM": SENT_BYTES.value // x.itemsize, "BLOCK": SENT_BLOCK.value // x.itemsize}
     grid = (-(-x.nbytes // SENT_BLOCK.value),)
     return Launch(one_shot_all_reduce_of_sent, grid, arguments, constants, warps=4, early=True)
+
+
+def sending(inputs: Mapping[str, Tensor], targets: str, counts: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the arguments and the constants of a launch that sends its result if its kernel has the inputs for that.
+
+    Those are "targets" and "counts" of a `Sent`; `targets` and `counts` are the names of the launch's arguments.
+    """
+    if "targets" not in inputs:
+        return {}, {targets: None, counts: None, "RANKS": 1}
+    return {targets: inputs["targets"], counts: inputs["counts"]}, {"RANKS": 1 + len(inputs["targets"])}
 
 
 def _inbox_arguments(inbox: Inbox) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
-from toolkit.kernels.exchange import send, targets_of
+from toolkit.kernels.exchange import send, sending, targets_of
 from toolkit.kernels.packed import (
     activate,
     block_product,
@@ -274,14 +274,14 @@ class Int4Matmul(Kernel):
         absent = {name: None for name, part in parts.items() if part is None}
         arguments |= {"x_codes_ptr": x["x_codes"].view(torch.int64), "x_scales_ptr": x["x_scales"], "x_sums_ptr": x["x_sums"]}
         arguments |= {"out_ptr": outputs["out"], "width": shape.width}
-        for name in ("targets", "counts"):
-            (arguments if name in inputs else absent)[f"{name}_ptr"] = inputs.get(name)
+        to, ranks = sending(inputs, "targets_ptr", "counts_ptr")
+        arguments |= to
         constants = {
             "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks,
             "AHEAD": min(config["ahead"], -(-shape.k // (BLOCK * blocks))),
             "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
             "ACTIVATION": shape.activation, "LEVELS": (tokens * rows * (shape.n // max(1, shape.width))).bit_length() - 1,
-            "RANKS": 1 + len(inputs.get("targets", ())), **shared, **absent,
+            **ranks, **shared, **absent,
         }  # fmt: skip
         grid = (-(-shape.width // max(1, rows * constants["BN"])) * -(-shape.m // tokens),)
         matmul = Launch(

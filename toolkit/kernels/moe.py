@@ -26,7 +26,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import take_turn
-from toolkit.kernels.exchange import send, targets_of
+from toolkit.kernels.exchange import send, sending, targets_of
 from toolkit.kernels.int4_matmul import BLOCK, EPILOGUES, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, matrix_pointers, randomize
 from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
@@ -203,9 +203,9 @@ class MoeStep(Kernel):
         words = {"x_codes": x["x_codes"].view(torch.int64)}, {"inner": inner["inner"].view(torch.int64)}
         up_arguments = {**up, **x, **inner, **words[0], **scores}
         down_arguments = {**down, **inner, **words[1], **scores, "output": outputs["output"]}
-        for name in ("targets", "counts"):
-            (down_arguments if name in inputs else second)[name] = inputs.get(name)
-        second["RANKS"] = 1 + len(inputs.get("targets", ()))
+        to, ranks = sending(inputs, "targets", "counts")
+        down_arguments |= to
+        second |= ranks
         first |= scheme_constants(find_scheme(shape.scheme))
         second |= scheme_constants(find_scheme(shape.down))
         starts, ups, downs = 1 + -(-shape.rows // SCORES), shape.used * shape.width // pairs, -(-shape.hidden // rows)

@@ -28,6 +28,11 @@ class Cut:
         """The number of indices that the rank holds."""
         return sum(stop - start for start, stop in self.ranges)
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether all ranks hold equally many indices. It is the same on all of them."""
+        return self.held * self.shard.ranks == self.size
+
     def times(self, width: int) -> Cut:
         """Return the cut of a dimension in which each index stands for `width` neighbors, such as those of a head."""
         return Cut(self.size * width, tuple((start * width, stop * width) for start, stop in self.ranges), self.shard)

@@ -381,8 +381,10 @@ class Experts(nn.Module):
         if not ops.moe_fits(x.added, x.x, norm.weight, router, packed, self.activation, own):
             return None
         given = (norm.weight, norm.eps, router, top_k, packed, self.activation, own)
-        out, total = ops.moe(x.added, x.x, *given, ranks=self.ranks)
-        return Residual(total, out)
+        # Ranks with unequal parts may differ in whether this operation fits, so it doesn't send its result to them.
+        equal = all(each.down.cuts["weight"][1].is_equal for each in (self, shared) if each is not None)
+        out, total = ops.moe(x.added, x.x, *given, ranks=self.ranks if equal else 1)
+        return Residual(total, out if equal else ops.all_reduce(out, self.ranks))
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)

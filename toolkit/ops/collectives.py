@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from toolkit.core.distributed import gather
 from toolkit.core.errors import ModelError
@@ -20,7 +21,7 @@ from toolkit.gpu.virtual.effects.effect import NCCL, Effect, collective, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Kwargs, Script, Take, scratch
 from toolkit.ops import exchange
-from toolkit.ops.define import direct, is_launched, launches_now
+from toolkit.ops.define import describing, direct, is_launched
 from toolkit.ops.tape import recording
 
 _library = torch.library.Library("toolkit", "FRAGMENT")
@@ -44,11 +45,12 @@ def summed(product: Callable[[list[Tensor]], Sequence[Tensor]], like: Tensor, va
 
     On CUDA, `product` launches an operation with the tensors that it is given, by which that operation sends its result to the
     other ranks itself. The sum is then there sooner. The list is empty on all ranks if their GPUs or the size don't allow it.
+    All ranks must call this, or none: a rank that calls `all_reduce` instead waits forever.
     """
-    inside = ranks > 1 and like.is_cuda and is_launched()
-    targets = exchange.targets(like.device, values * like.element_size()) if inside else []
+    sends = ranks > 1 and like.is_cuda and is_launched() and not is_compiling()
+    targets = exchange.targets(like.device, values * like.element_size()) if sends else []
     out, *others = product(targets)
-    return [all_reduce(out, ranks, bool(targets) and launches_now()), *others]
+    return [all_reduce(out, ranks, bool(targets) and not describing()), *others]
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:

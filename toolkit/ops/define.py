@@ -203,9 +203,9 @@ def is_launched() -> bool:
     return _compiling_for is None
 
 
-def launches_now() -> bool:
-    """Return whether operations launch their kernels on CUDA; in `describe_problems`, they don't."""
-    return _launching.get()
+def describing() -> bool:
+    """Return whether this thread is inside of `describe_problems`, where operations launch nothing on CUDA."""
+    return not _launching.get()
 
 
 def direct(first: Tensor) -> bool:

@@ -79,7 +79,8 @@ def _connected(group: Any, device: torch.device) -> Links:
 def targets(device: torch.device, n_bytes: int) -> list[Tensor]:
     """Return what a product takes to send a result of this size to the other ranks; [] if it can't.
 
-    After that product, and before another one sends, all ranks must call `all_reduce` with its result and `sent=True`.
+    After that product, and before another one sends, all ranks must call `all_reduce` with its result and `sent=True`. If an
+    error, such as an interrupt, comes between the two, what was sent stays there: leave the process group then.
     """
     inbox = links(device).inbox
     return [] if inbox is None or n_bytes > SENT_BYTES else [inbox.sent.targets, inbox.sent.counts]
@@ -92,15 +93,15 @@ def all_reduce(x: Tensor, count: int, sent: bool = False) -> Tensor:
         return _by_nccl("all_reduce", x, x.nbytes).sum(0)
     from toolkit.kernels import exchange
 
+    note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
     try:
         out = torch.empty_like(x)
     except torch.OutOfMemoryError:
         if sent:
-            exchange.sum_of_sent(inbox, x, x).run()  # what was sent must not stay there
+            _start(exchange.sum_of_sent(inbox, x, x), x, x, note)  # what was sent must not stay there
         raise
     if x.numel():
         key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16, sent
-        note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
         launch = exchange.sum_of_sent(inbox, x, out) if sent else exchange.all_reduce(inbox, x, out)
         _start(launch, x, out, note, key)
     return out

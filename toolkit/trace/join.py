@@ -17,7 +17,7 @@ from toolkit.trace.assemble import Strings, from_columns
 from toolkit.trace.clocks import Clock, align
 from toolkit.trace.columns import COLUMNS, TEXT_COLUMNS
 from toolkit.trace.events import Trace
-from toolkit.trace.nccl import SUM_OF_SENT, TOGETHER
+from toolkit.trace.nccl import TOGETHER
 from toolkit.trace.waits import Collectives, collectives_of
 
 _IN_NAME = re.compile(r"rank[-_ .]?(\d{1,4})(?!\d)", re.IGNORECASE)
@@ -126,8 +126,7 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
         ends[:, ranks.index(rank)], present[:, ranks.index(rank)] = found.end[:, i], found.present[:, i]
     together = np.isin(joined["operation"][found.first_row], [joined.strings.index(o) for o in TOGETHER if o in joined.strings])
     same = found.matched & _before_disagreements(joined, found)
-    sent = np.isin(joined["name"][found.first_row], [i for i, text in enumerate(joined.strings) if text == SUM_OF_SENT])
-    use = next((use for use in (same & together & ~sent, same & together) if use.any()), same)
+    use = next((use for use in (same & together & ~found.sent, same & together) if use.any()), same)
     clocks = align(ends[use], present[use], fallback)
     notes, apart = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if clock.first]
     if use.any():

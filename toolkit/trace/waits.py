@@ -1,7 +1,8 @@
 """Who waited for whom: the collectives of a trace of several ranks, matched by process group, operation and number.
 
 A collective ends once every rank takes part. The rank that starts its event last therefore makes the others wait: each of them
-for the time from its own start until the start of the last one, or until its own end if that comes first.
+for the time from its own start until the start of the last one, or until its own end if that comes first. Sums of what earlier
+kernels have sent (`SUM_OF_SENT`) can end on a rank before another one starts its own: that rank has not waited for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from toolkit.core.errors import TraceError, UnknownNameError, brief
 from toolkit.core.numbers import integer
 from toolkit.trace.columns import KINDS
+from toolkit.trace.nccl import SUM_OF_SENT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,13 +37,15 @@ class Collectives:
     """The collectives of a trace in order of their first start: arrays [n, R] for n collectives and R ranks.
 
     `row` is the event of the rank, or -1 if the rank has none: it is not in the group, or was not recorded. `start` and `end`
-    are its times in ns; if a rank has several events of one collective, from the first to the last.
+    are its times in ns; if a rank has several events of one collective, from the first to the last. `sent` [n] is whether the
+    collective is a sum of what earlier kernels have sent.
     """
 
     ranks: list[int]
     row: Ints
     start: Ints
     end: Ints
+    sent: NDArray[np.bool_]
 
     @cached_property
     def present(self) -> NDArray[np.bool_]:
@@ -63,6 +67,7 @@ class Collectives:
         """[n, R] time in ns that each rank waited for the last one; 0 for the last one and where `row` is -1."""
         until = np.take_along_axis(self.start, np.maximum(self.last, 0)[:, None], 1)
         waits = np.minimum(until, self.end) - self.start
+        waits[self.sent[:, None] & (self.end <= until)] = 0
         return np.where(self.present & self.matched[:, None], np.maximum(waits, 0), 0)
 
     @cached_property
@@ -114,10 +119,10 @@ def collectives_of(trace: Trace) -> Collectives:
     np.minimum.at(start, (number, rank), starts)
     np.maximum.at(end, (number, rank), starts + np.maximum(trace["dur_ns"][rows], 0))
     order = np.argsort(start.min(1, initial=np.iinfo(np.int64).max), kind="stable")
-    absent = row[order] < 0
-    return Collectives(
-        ranks.tolist(), row[order], np.where(absent, 0, start[order]), np.where(absent, 0, end[order])
-    )  # fmt: skip
+    row = row[order]
+    absent, name = row < 0, trace["name"][row.max(1, initial=-1)]
+    sent = np.isin(name, [code for code, text in enumerate(trace.strings) if text == SUM_OF_SENT])
+    return Collectives(ranks.tolist(), row, np.where(absent, 0, start[order]), np.where(absent, 0, end[order]), sent)
 
 
 def collective_steps(trace: Trace, found: Collectives) -> Ints:
