@@ -40,6 +40,20 @@ def test_a_long_name_is_cut():
     assert len(str(unknown_name("kernel", "x" * 10**6, ["read"]))) < 300
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("demo/qwen", "demo/qwen3"), ("qwen3", "demo/qwen3"), ("virtul:2xl4", "virtual:2xl4")]
+)
+def test_a_name_with_a_folder_or_kind_suggests_the_nearest(name, near):
+    known = ["demo/gemma4", "demo/qwen3", "virtual:2xl4", "virtual:2xh200"]
+    assert f'Did you mean "{near}"?' in str(unknown_name("name", name, known))
+
+
+@pytest.mark.parametrize("name", ["foo", "demo/foo", "demo/", "virtual:2xfoo", "virtual:"])
+def test_what_both_begin_with_makes_no_name_similar(name):
+    known = ["loop", "step", "demo/gemma4", "demo/qwen3", "virtual:2xl4", "virtual:2xh200"]
+    assert "Did you mean" not in str(unknown_name("name", name, known))
+
+
 @pytest.mark.parametrize("name", ["", "zzzz", None, 7])
 def test_nothing_is_suggested_where_nothing_is_near(name):
     assert "Did you mean" not in str(unknown_name("device", name, ["cuda", "cpu"]))

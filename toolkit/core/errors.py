@@ -102,12 +102,21 @@ def brief(value: object, most: int = 80) -> str:
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], meant: str | None = None) -> UnknownNameError:
-    """Return the error for a `name` that is not in `known`. It suggests `meant`, or the nearest name, and lists all of them."""
+    """Return the error for a `name` that is not in `known`. It suggests `meant`, or a similar name, and lists all of them."""
     names = sorted(known)
-    near = [meant] if meant else difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.5)
-    hint = f'Did you mean "{near[0]}"? ' if near else ""
+    near = meant or _similar(str(name)[:200], names)
+    hint = f'Did you mean "{near}"? ' if near else ""
     asked, do = f"{what} {brief(name, 200)}", f"{hint}Known: {', '.join(names) or 'none'}"
     return UnknownNameError(asked, "no such name", do, known=names)
+
+
+def _similar(name: str, names: list[str]) -> str | None:
+    """Return the name most similar to `name`, or None. A common beginning such as "virtual:" or "demo/" doesn't count."""
+    for near in difflib.get_close_matches(name, names, n=1):
+        start = max(near.rfind(":"), near.rfind("/")) + 1
+        if name[:start] != near[:start] or difflib.get_close_matches(name[start:], [near[start:]]):
+            return near
+    return None
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -58,7 +58,9 @@ def parse(
             raise ToolkitError("@pytest.mark.copies", found, "Name them: @pytest.mark.copies(h2d=0, d2h=1)")
         for name in options:
             if name not in (*KINDS, "per"):
-                raise unknown_name("argument of @pytest.mark.copies", name, (*KINDS, "per"))
+                short = name.replace("to", "2")  # CUDA calls the kinds htod, dtoh and dtod
+                meant = short if short in KINDS else None
+                raise unknown_name("argument of @pytest.mark.copies", name, (*KINDS, "per"), meant)
         limits = {kind: options.get(kind) for kind in KINDS}
         asked = options.get("per", "test")
         if asked not in ("test", "step"):
