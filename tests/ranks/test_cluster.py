@@ -415,9 +415,13 @@ def test_what_cannot_be_run(pair: Cluster) -> None:
     assert caught.value.__notes__[-1] == "The cluster is still open."
     for ranks in ([], [2], [-1], [True], ["0"], 1, "01", [0, None]):
         with pytest.raises(RankError, match=r"ranks=.* are not ranks of the cluster. Give a list of ranks from 0 to 1"):
-            list(pair.spread(abs, [-1], ranks))  # type: ignore[arg-type]
+            pair.spread(abs, [-1], ranks)  # type: ignore[arg-type]
     with pytest.raises(RankError, match=r"the items are 5\. Give a list of them"):
-        list(pair.spread(abs, 5))  # type: ignore[arg-type]
+        pair.spread(abs, 5)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match="3 is not a function"):
+        pair.spread(3, [-1])  # type: ignore[arg-type]
+    with pytest.raises(RankError, match="can't be pickled"):
+        pair.spread(print, [threading.Lock()])
     for some in ({0}, range(1), np.array([0, 0]), (0, 1)):
         assert list(pair.spread(abs, [-1], some)) == [(0, 1)]  # type: ignore[arg-type]
 
@@ -659,6 +663,8 @@ def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
     assert_ended(processes)
     with pytest.raises(RankError, match=r"the cluster is closed. Open a new one: tk.cluster"):
         pair.run(allocated)
+    with pytest.raises(RankError, match=r"spreading abs over 2 ranks: the cluster is closed. Open a new one"):
+        pair.spread(abs, [-1])
     model.free()  # its memory is free already
 
 

@@ -142,16 +142,25 @@ class Cluster:
         part (default: all). If the process of a rank ends, its item is repeated on another one; `run` is then refused. If the
         function leaves torch.distributed's default group, the ranks enter a new one after the last item.
 
-        Raises RankError if `items` are no items, if `ranks` has none of the cluster or others, if the function raises an error,
-        if an item ends three processes, or if all processes have ended. Raises RecorderError as `run` does.
+        The call reads all items and checks its arguments. The ranks begin when the first result is asked for, for example by
+        `for number, result in cluster.spread(function, items)`.
+
+        Raises RankError if the cluster is closed, if `items` are no items, or if `ranks` has none of the cluster or others; and
+        while the ranks work, if the function raises an error, if an item ends three processes, or if all processes have ended.
+        Raises RecorderError as `run` does.
         """
         asked = f"spreading {_name(function)} over {plural(self.ranks, 'rank')}"
-        check_seen(asked, _OUTSIDE)
+        self._check_open(asked)
         if not isinstance(items, Iterable):
             raise RankError(asked, f"the items are {brief(items)}", "Give a list of them")
-        payloads = [self._pack(asked, function, (item,), {}) for item in items]
+        chosen = self._chosen(asked, ranks)
+        return self._spread(asked, chosen, [self._pack(asked, function, (item,), {}) for item in items])
+
+    def _spread(self, asked: str, ranks: list[int], payloads: list[bytes]) -> Iterator[tuple[int, Any]]:
+        """Do what `spread` has checked and packed."""
+        check_seen(asked, _OUTSIDE)
         with self._busy(asked):
-            work, alone = Spread(self._engines, asked, self._chosen(asked, ranks)), False
+            work, alone = Spread(self._engines, asked, ranks), False
             try:
                 for number, rank, outcome in work.outcomes(execute, payloads):
                     if outcome.failure:
@@ -180,14 +189,18 @@ class Cluster:
         if not self._lock.acquire(blocking=False):
             raise RankError(asked, "the cluster already runs a function", "Wait for it, or open a second cluster")
         try:
-            if not self._engines.is_ours:
-                found = "another process, from which this one was forked, has opened the cluster"
-                raise RankError(asked, found, f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
-            if self.closed:
-                raise RankError(asked, "the cluster is closed", f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
+            self._check_open(asked)
             yield
         finally:
             self._lock.release()
+
+    def _check_open(self, asked: str) -> None:
+        """Raise RankError if the cluster is closed, or was opened by another process."""
+        found = "the cluster is closed" if self.closed else ""
+        if not self._engines.is_ours:
+            found = "another process, from which this one was forked, has opened the cluster"
+        if found:
+            raise RankError(asked, found, f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
 
     def _after(self, work: Spread) -> str:
         """Stop work that was not completed, and enter a new group on all ranks: functions that were stopped have left it.
