@@ -389,6 +389,12 @@ def test_memory_by_rank_kind_and_owner(pair: Cluster) -> None:
         pair.memory(3)  # type: ignore[arg-type]
     with pytest.raises(RankError, match=r"^setting a budget on 2 ranks: rank . raised ToolkitError: a size of '8 apples'"):
         pair.budget("8 apples")
+    model = tk.load("demo/qwen3", cluster=pair)
+    with pytest.raises(
+        RankError, match=r"already allocated\. Set a budget of at least .* MiB, or free memory first\. Then run"
+    ):
+        pair.budget("3 MiB")
+    model.free()
 
 
 def test_the_recorded_runs_of_the_lesson_are_those_of_a_cluster(pair: Cluster) -> None:

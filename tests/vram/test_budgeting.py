@@ -281,11 +281,16 @@ def test_graphs_weights_and_states_have_their_proposals(gpu):
     assert "net in 4 bits" not in note  # tk.load didn't make it
 
 
-def test_a_budget_below_what_is_held_says_by_whom(gpu):
+def test_a_budget_below_what_is_held_says_by_whom(gpu, monkeypatch):
     held = ones(48)
     with pytest.raises(BudgetError, match=r"48\.0 MiB are already allocated") as caught:
         tk.budget("32 MiB")
     assert caught.value.facts["allocated_bytes"] == gpu.memory().allocated_bytes
+    assert caught.value.do == "Set a budget of at least 48.0 MiB, or free memory first"  # a variable of a function isn't known
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["__main__"], "kept", held, raising=False)
+        with pytest.raises(BudgetError, match=r"free memory first\. Largest owners: kept \(48\.0 MiB\)$"):
+            tk.budget("32 MiB")
     del held
     with pytest.raises(BudgetError, match=r"at least 2\.00 MiB"):
         tk.budget("1 MiB")

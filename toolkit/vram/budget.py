@@ -56,7 +56,7 @@ class Budget:
         if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
             found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
             least = bytes_text(max(memory.reserved_bytes, _LEAST))
-            do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}{unheld.sentence()}"
+            do = f"Set a budget of at least {least}, or free memory first{_owned(gpu)}{unheld.sentence()}"
             if n_bytes < _LEAST:
                 found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
                 do = f'Set a budget of at least {least}. A number without a unit is in bytes: write "24 GiB"'
@@ -145,13 +145,13 @@ def _loose(memory: Memory, n_bytes: int) -> str:
     )
 
 
-def _largest(gpu: Device) -> str:
-    """Return the variables that own the most memory on a device, as text."""
+def _owned(gpu: Device) -> str:
+    """Return a sentence on the variables that own the most memory on a device; "" if the program has none, as on a rank."""
     shell = ipython_shell()
     names = user_variables(shell) if shell is not None else vars(sys.modules["__main__"])
     kind = gpu.torch.type
     held = sorted(((h.bytes, h.owner) for (on, _), h in owners.find(names).items() if on == kind), reverse=True)[:3]
-    return ", ".join(f"{owner} ({bytes_text(size)})" for size, owner in held) or "no variable owns any"
+    return f". Largest owners: {', '.join(f'{owner} ({bytes_text(size)})' for size, owner in held)}" if held else ""
 
 
 # ---- out-of-memory errors outside of every `with` block
