@@ -106,6 +106,8 @@ def test_an_error_of_the_cell_is_shown_once_and_stops(shell, capsys) -> None:
     result, out = run(shell, "%%copies\n1 / 0", capsys)
     assert isinstance(result.error_in_exec, ZeroDivisionError)
     assert out.count("division by zero") == 1
+    assert "Nothing ran on the device" not in out
+    assert "launches" in run(shell, "%%copies\nx * 2\n1 / 0", capsys)[1]  # what ran before the error is shown
     assert run(shell, "%%copies\nx.sum().item()", capsys)[0].success  # the recorder was given back
 
 
@@ -126,6 +128,7 @@ def test_a_syntax_error_is_shown_once(shell, capsys) -> None:
     said = capsys.readouterr()
     assert not result.success
     assert (said.out + said.err).count("invalid syntax") == 1
+    assert "Nothing ran on the device" not in said.out
     assert "Traceback" not in said.out + said.err
 
 

@@ -76,13 +76,13 @@ class CopyMagics(Magics):
             over = error
         except ToolkitError as error:
             raise plain(error) from None
+        failed = result.error_before_exec or result.error_in_exec if result is not None else None
         if inside:
             print(f"{device.name} is being recorded already: that recording has the copies of this cell.")
-        else:
+        elif len(trace) or failed is None:
             _report(trace, options.timeline)
             if any(place[0] != "cpu" for place in owners.walk(("result", value) for value in later)):
                 print("The copies that display the cell's result are not counted.")
-        failed = result.error_before_exec or result.error_in_exec if result is not None else None
         if failed is not None:
             raise failure_of(failed)
         if over is not None:
