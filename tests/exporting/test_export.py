@@ -105,6 +105,14 @@ def test_contexts_beyond_that_of_the_package():
         tokens(made, list(range(65)), context=16)
 
 
+def test_costs_of_a_package_are_those_at_its_context():
+    ours = tk.load("demo/qwen3", device="cpu", progress=False)
+    found = tk.costs(traced_package(ours, 64))
+    assert "one token after 64 tokens reads" in repr(found)
+    assert found.parts == tk.costs(ours, context=64).parts
+    assert list(found.contexts().index) == [0, 64]
+
+
 def test_a_package_is_copied_and_not_pickled():
     ours = tk.load("demo/qwen3", device="cpu", progress=False)
     made = traced_package(ours, CONTEXT)

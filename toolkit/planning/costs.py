@@ -248,7 +248,7 @@ class Costs(Shown):
 
 
 def costs_of(model: Model | nn.Module, context: int | None = None, name: str | None = None) -> Costs:
-    """Return the cost of one token of `model` after `context` tokens (default: 4,096, or the model's maximum if that is less).
+    """Return the cost of one token of `model` after `context` tokens. The default is that of `tk.costs`.
 
     The toolkit's models describe their parts. Of any other model (a torch module, or an object with a torch module as `inner`)
     only the weights are known. Raises ModelError if `model` is not a model, or if `context` is not a non-negative integer.
@@ -363,8 +363,11 @@ def _guessed(model: nn.Module) -> tuple[Cost, ...]:
 
 
 def _longest(model: Model | nn.Module) -> int | None:
+    """Return the longest context of the model, or of the package that it comes from; None if that is unknown."""
     config = getattr(model, "config", None)
     longest = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+    if hasattr(model, "package"):
+        longest = getattr(model, "context", longest)
     return longest if isinstance(longest, int) else None
 
 

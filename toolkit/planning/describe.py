@@ -51,8 +51,8 @@ def costs(
 
     `model` is a loaded model, or a name that `tk.load` accepts ("random/gemma4-31b", a folder, a .gguf file). A named model is
     not loaded; its costs are those with `scheme` and `dtype`. `context` is the number of tokens before this one (default:
-    4,096). The result displays as a table and a treemap in a notebook; `.to_pandas()`, `.gpus()` and `.contexts()` return
-    DataFrames.
+    4,096, or the maximum of the model or package if that is less). The result displays as a table and a treemap in a notebook;
+    `.to_pandas()`, `.gpus()` and `.contexts()` return DataFrames.
 
     Raises ToolkitError if `scheme` or `dtype` is given for a loaded model, ModelError if `context` is not a number of
     positions, UnknownNameError for an unknown model or scheme, and FormatError for damaged files.
