@@ -150,6 +150,16 @@ def test_plan_prints_what_tk_plan_shows(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith("ToolkitError: a size of '0.5': not a whole number of bytes. ")
 
 
+def test_a_plan_that_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is what was asked for. The guide on loading says so, and what raises an error."""
+    assert main(["plan", "random/qwen3-32b", "--device", "rtx-4090"]) == 0
+    said = capsys.readouterr()
+    assert "does not fit: running random/qwen3-32b" in said.out
+    assert not said.err
+    with pytest.raises(tk.BudgetError, match="running random/qwen3-32b"):
+        tk.plan("random/qwen3-32b", "rtx-4090").check()
+
+
 def test_a_plain_cache_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "random/qwen3-8b", "--device", "rtx-4090", "--context", "40960", "--kv", "none"]) == 0
     assert capsys.readouterr().out == f"{tk.plan('random/qwen3-8b', 'rtx-4090', context=40960, kv=None)}\n"
