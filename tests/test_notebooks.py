@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ def test_a_notebook_checks_every_question_and_has_no_answer(lesson: Lesson) -> N
             assert tuple(ast.literal_eval(found[0].partition("=")[2].strip())) == lesson.questions[name].names
     assert text.count("lesson.start()") == text.count("lesson.finish()") == 1
     assert editions.CHECK.search(text[: text.index("lesson.start()")]) is None
+
+
+@pytest.mark.parametrize("lesson", LESSONS.values(), ids=[path.stem for path in LESSONS])
+def test_a_skipped_prediction_is_not_judged_by_the_one_before(lesson: Lesson) -> None:
+    """All predictions are in `my_prediction`, so the names of neighbors must differ."""
+    asked = [question.names for question in lesson.questions.values() if question.names]
+    assert all(set(names) != set(before) for before, names in pairwise(asked))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ QUESTIONS = {
         hint="Multiply the number of weights by the bits of a weight. A byte has 8 bits, and a GiB has 2**30 bytes.",
         why="Weights x bits / 8 bytes. Nothing of that is needed to compile: packages of other tools have the weights inside, "
         "and so their exports need a GPU on which the whole model fits.",
-        answer='{"GiB": weights * (8 * costs.weight_bytes / weights) / 8 / 2**30}',
+        answer='{"GiB of weights": weights * (8 * costs.weight_bytes / weights) / 8 / 2**30}',
         within=0.05,
         who="the plan",
     ),
@@ -36,7 +36,7 @@ class Step(nn.Module):
         "each number, and twice the total.",
         why="2 copies of (10 x 4 x (128 + 512) x 131,072 + 50 x 2 x 16 x 256 x 1,024) numbers of 2 bytes. The rest are tables "
         "of sines and cosines, which also grow with the context.",
-        answer='{"GiB": 2 * 2 * (10 * 4 * (128 + 512) * 131_072 + 50 * 2 * 16 * 256 * 1024) / GiB}',
+        answer='{"GiB of state": 2 * 2 * (10 * 4 * (128 + 512) * 131_072 + 50 * 2 * 16 * 256 * 1024) / GiB}',
         within=0.1,
         who="the plan",
     ),
@@ -44,7 +44,7 @@ class Step(nn.Module):
         hint="Rows x numbers in a row x bytes of a number. bfloat16 has 16 bits.",
         why="`tk.export` reads embeddings outside its graphs, multiplies packed matrices directly, and doesn't let the "
         "compiler time kernels: configs come from the tuner's files (lesson 7).",
-        answer='{"GiB": 262_144 * 5376 * 2 / GiB}',
+        answer='{"GiB of table": 262_144 * 5376 * 2 / GiB}',
         within=0.05,
         who="the plan",
     ),
