@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import toolkit as tk
 from toolkit.ui.lessons import editions, progress
@@ -77,6 +79,20 @@ def test_an_exercise_has_a_solution_after_a_try(lesson):
     assert "def mended():\n    return 1" in repr(lesson.solution("mend"))
     assert repr(lesson.task("mend", {"copies: 0, wanted 0": True}, n=0)) == "right: copies: 0, wanted 0\n0 copies are left"
     assert lesson.solved == ("mend",)
+
+
+def test_an_error_of_an_exercise_is_a_wrong_try_and_no_traceback(lesson, capsys):
+    shell = InteractiveShell.instance()
+    shell.user_ns["lesson"] = lesson
+    shell.run_cell("def mended():\n    return [][int()]")
+    result = shell.run_cell('with lesson.trying("mend", mended):\n    mended()\nwent_on = True')
+    assert isinstance(result.error_in_exec, IndexError)  # so the cell ends
+    said = "wrong: `mended` runs to its end, but it raised IndexError in its line 2: list index out of range"
+    assert capsys.readouterr().out.strip() == f"{said}\nHint: use a number"
+    assert "went_on" not in shell.user_ns
+    assert "def mended()" in repr(lesson.solution("mend"))
+    shell.reset()
+    sys.modules["__main__"].__dict__.setdefault("__spec__", None)  # `reset` deletes it, and multiprocessing reads it
 
 
 def test_an_exercise_without_conditions_is_not_solved(lesson):

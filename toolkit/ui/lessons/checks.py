@@ -49,8 +49,9 @@ def failed(function: Callable[..., Any], error: Exception) -> dict[str, bool]:
     So the check shows the line and a hint, and not the traceback through the functions that the line calls.
     """
     name = getattr(function, "__name__", repr(function))
-    lines = [frame.lineno or 1 for frame in traceback.extract_tb(error.__traceback__) if frame.name == name]
-    where = f" in its line {lines[-1] - function.__code__.co_firstlineno + 1}" if lines else ""
+    code = getattr(function, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    where = f" in its line {lines[-1] - code.co_firstlineno + 1}" if code is not None and lines else ""
     said = (str(error).splitlines() or ["no message"])[0]
     return {f"`{name}` runs to its end, but it raised {type(error).__name__}{where}: {said}": False}
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import ast
 import atexit
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from toolkit.core.errors import ToolkitError
 from toolkit.core.files import TemporaryFolder
 from toolkit.ui.lessons import progress
-from toolkit.ui.lessons.checks import Verdict, compare, inline
+from toolkit.ui.lessons.checks import Verdict, compare, failed, inline
 
 COURSE = "From 10 to 200 tokens a second"
 NAMES = (
@@ -144,6 +145,19 @@ class Lesson:
         tries = self._tried(question, str(len(self._wrong.get(question, ()))), right)
         verdict = Verdict(lines, right).with_line((about.why if right else f"Hint: {about.hint}").format(**facts))
         return verdict if right or tries < 2 else verdict.with_line(f'Stuck? lesson.solution("{question}") shows a solution.')
+
+    @contextmanager
+    def trying(self, question: str, function: Callable[..., Any]) -> Iterator[None]:
+        """Call the learner's `function` in this block. Its error ends the cell, and is shown as a wrong try of the exercise.
+
+        So the learner sees the line and a hint, and not the traceback through the functions that the line calls.
+        """
+        try:
+            yield
+        except Exception as error:
+            shown = repr(self.task(question, failed(function, error))).splitlines()
+            error._render_traceback_ = lambda *_: shown  # type: ignore[attr-defined]  # IPython prints it instead
+            raise
 
     def solution(self, question: str) -> Card:
         """Return an answer to the question, after a try: a wrong one in this kernel, or the right one at any time."""
