@@ -338,6 +338,34 @@ def test_ranks_come_from_names_or_from_the_order(tmp_path):
     assert any("order of the files" in note for note in ordered.meta["notes"])
 
 
+@pytest.mark.parametrize(("name", "rank"), [("other.json", 0), ("rank-2.json", 2)])
+def test_a_file_that_states_its_rank_keeps_it_beside_files_that_do_not(tmp_path, name, rank):
+    stated = write_rank(tmp_path / "stated.json", 1, 3, [plain(5, 1), *(collective(10 * i, 4, i) for i in range(4))])
+    last = write_rank(tmp_path / "last.json", 2 - rank, 3, [collective(10 * i, 4, i) for i in range(4)])
+    trace = quiet([stated, anonymous(tmp_path / name), last])
+    assert [len(trace.of_rank(each)) for each in (1, rank)] == [5, 5]
+    assert {each: meta["title"] for each, meta in trace.meta["ranks"].items()} == {
+        "1": "stated.json", str(rank): name, str(2 - rank): "last.json",
+    }  # fmt: skip
+    assert any(note.startswith(f"The ranks of {name} are") for note in trace.meta["notes"])
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    folders = [tmp_path / f"rank{rank}" for rank in (1, 0)]
+    for folder in folders:
+        folder.mkdir()
+    trace = quiet([anonymous(folder / "trace.json") for folder in folders])
+    assert trace.meta["notes"][-1] == "Ranks are those in the names of the files: the traces don't state theirs."
+    for rank, size in ((0, 2), (1, 4)):
+        write_rank(tmp_path / f"rank{rank}" / "trace.json", rank, size, [plain(0, 1)])
+    with pytest.raises(TraceError, match=r"rank1/trace\.json is of a job of 4 ranks, rank0/trace\.json is of a job of 2 ranks"):
+        tk.open_trace([folder / "trace.json" for folder in folders])
+    for folder in folders:
+        write_rank(folder / "trace.json", 0, 2, [plain(0, 1)])
+    with pytest.raises(TraceError, match=r"rank1/trace\.json and rank0/trace\.json are both of rank 0"):
+        tk.open_trace([folder / "trace.json" for folder in folders])
+
+
 def test_two_traces_of_one_rank_are_an_error_that_names_them(tmp_path):
     files = [write_rank(tmp_path / name, 1, 2, [plain(0, 1)]) for name in ("x.json", "y.json")]
     with pytest.raises(TraceError, match=r"x\.json and y\.json are both of rank 1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,10 @@ _MOST_RANKS = 1 << 15  # the column `rank` has 16 bits
 def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining the traces of several ranks") -> Trace:
     """Return the traces of several ranks as one, with the clocks of all ranks aligned on the ends of collectives.
 
-    Ranks are those that the traces state, or the numbers in `names` ("rank3.json"), or the order. `meta["ranks"]` has the
-    `meta` of each rank, `meta["clocks"]` the correction and the error of each clock, `meta["notes"]` what a reader should know.
-    Warns of missing ranks and of collectives that don't match. Raises TraceError if two traces are of the same rank or the
-    ranks are of jobs of different sizes; errors begin with `asked`.
+    The rank of a trace is the one that it states, or the number in its name ("rank3.json"), or the lowest one that is left.
+    `meta["ranks"]` has the `meta` of each rank, `meta["clocks"]` the correction and the error of each clock, `meta["notes"]`
+    what a reader should know. Warns of missing ranks and of collectives that don't match. Raises TraceError if two traces are
+    of the same rank or the ranks are of jobs of different sizes; errors begin with `asked`.
     """
     ranks, notes = _ranks(traces, names, asked)
     world_size = _world_size(traces, names, asked)
@@ -68,15 +68,16 @@ def _ranks(traces: Sequence[Trace], names: Sequence[str], asked: str) -> tuple[l
         if len(np.unique(trace["rank"])) > 1:
             raise TraceError(asked, f"{name} has several ranks already", "Open it alone, or give one file per rank")
     stated = [_rank_of(trace) for trace in traces]
-    in_name = [_IN_NAME.findall(name) for name in names]
-    if all(rank is not None for rank in stated):
-        ranks = [int(rank) for rank in stated if rank is not None]
-    elif all(in_name):
-        ranks = [int(found[-1]) for found in in_name]
-        notes.append("Ranks are those in the names of the files: the traces don't state theirs.")
-    else:
-        ranks = list(range(len(traces)))
-        notes.append("Ranks are numbered in the order of the files: neither the traces nor the names of all files state them.")
+    in_name = [_IN_NAME.findall(name) if rank is None else [] for rank, name in zip(stated, names, strict=True)]
+    known = [int(found[-1]) if found else rank for rank, found in zip(stated, in_name, strict=True)]
+    left = (rank for rank in count() if rank not in known)
+    ranks = [next(left) if rank is None else rank for rank in known]
+    from_names = "are those in the names of the files: the traces don't state theirs."
+    from_order = "are numbered in the order of the files: neither they nor their names state them."
+    for how, mine in ((from_names, [*map(bool, in_name)]), (from_order, [rank is None for rank in known])):
+        some = [name for name, its in zip(names, mine, strict=True) if its]
+        if some:
+            notes.append(f"{'Ranks' if all(mine) else f'The ranks of {_listed(some)}'} {how}")
     for rank, same in groupby(sorted(range(len(ranks)), key=lambda i: ranks[i]), key=lambda i: ranks[i]):
         files = [names[i] for i in same]
         if len(files) > 1:
@@ -87,11 +88,11 @@ def _ranks(traces: Sequence[Trace], names: Sequence[str], asked: str) -> tuple[l
 
 def _world_size(traces: Sequence[Trace], names: Sequence[str], asked: str) -> int | None:
     """Return the number of ranks of the job, if it is stated."""
-    sizes = {name: trace.meta["world_size"] for trace, name in zip(traces, names, strict=True) if "world_size" in trace.meta}
-    if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{name} is of a job of {size} ranks" for name, size in sizes.items())
+    sizes = [(name, trace.meta["world_size"]) for trace, name in zip(traces, names, strict=True) if "world_size" in trace.meta]
+    if len({size for _, size in sizes}) > 1:
+        found = ", ".join(f"{name} is of a job of {size} ranks" for name, size in sizes)
         raise TraceError(asked, found, "Give traces of one job")
-    return next(iter(sizes.values()), None)
+    return sizes[0][1] if sizes else None
 
 
 def _side_by_side(traces: Sequence[Trace], ranks: Sequence[int]) -> Trace:
@@ -230,5 +231,5 @@ def _described(clocks: Sequence[Clock], traces: Sequence[Trace], ranks: Sequence
     return made
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[int | str]) -> str:
     return ", ".join(map(str, numbers[:_MOST])) + (f" and {len(numbers) - _MOST} more" if len(numbers) > _MOST else "")

@@ -85,7 +85,16 @@ def _open_ranks(files: Sequence[str | os.PathLike[str]], asked: str) -> Trace:
     for path, times in Counter(map(os.path.realpath, paths)).items():
         if times > 1:
             raise TraceError(asked, f"{shown(path)} is in the list {times} times", "Give one file per rank")
-    return traces[0] if len(traces) == 1 else join(traces, [path.name for path in paths], asked)
+    return traces[0] if len(traces) == 1 else join(traces, _distinct_names(paths), asked)
+
+
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return the names of different files, with their folders below a common one if some names are equal."""
+    names = [path.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    whole = [os.path.abspath(path) for path in paths]
+    return [os.path.relpath(path, os.path.commonpath(whole)) for path in whole]
 
 
 def _in_folder(folder: Path, asked: str) -> list[Path]:
