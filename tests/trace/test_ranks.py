@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import toolkit as tk
-from tests.trace.rank_files import collective, plain, write_job, write_rank
+from tests.trace.rank_files import collective, job, plain, write_job, write_rank
 from tests.trace.test_trace import same
 from toolkit.core.errors import TraceError, UnknownNameError
 from toolkit.trace.clocks import align
@@ -75,6 +75,14 @@ def test_the_drift_and_the_error_of_a_clock_are_found(tmp_path):
     assert 0 < clocks[1]["error_us"] < clocks[1]["error_95_us"] < 3
     assert "aligned on the ends of 600 collectives" in trace.meta["notes"][0]
     assert trace.ranks()["clock_error_us"].max() < 2
+
+
+def test_offsets_of_clocks_are_exact_after_years(tmp_path):
+    """A float of the ns since 1970 is off by up to 128."""
+    for rank, base in enumerate((1_790_857_026_000_000_000, 1_790_857_026_000_000_100)):
+        events = [collective(5.0, 20, 0), collective(105.0, 20, 1)]
+        write_rank(tmp_path / f"{rank}.json", rank, 2, events, job(rank, 2) | {"baseTimeNanoseconds": base})
+    assert [clock["offset_us"] for clock in quiet([tmp_path / "0.json", tmp_path / "1.json"]).meta["clocks"]] == [0, 0.1]
 
 
 def test_sums_of_what_was_sent_before_neither_move_a_clock_nor_wait_for_a_late_launch(tmp_path):

@@ -224,7 +224,7 @@ def _described(clocks: Sequence[Clock], traces: Sequence[Trace], ranks: Sequence
     for rank, clock, origin in zip(ranks, clocks, origins, strict=True):
         errors = np.abs(clock.errors_ns)
         made.append({
-            "rank": rank, "offset_us": (clock.offset_ns + origin - origins[0]) / 1e3, "drift_ppm": clock.drift * 1e6,
+            "rank": rank, "offset_us": (clock.offset_ns + (origin - origins[0])) / 1e3, "drift_ppm": clock.drift * 1e6,
             "collectives": len(errors), "error_us": float(np.median(errors)) / 1e3 if len(errors) > 1 else None,
             "error_95_us": float(np.quantile(errors, 0.95)) / 1e3 if len(errors) > 1 else None,
         })  # fmt: skip
