@@ -187,6 +187,12 @@ def test_copies_have_a_row_per_step_and_rank(tmp_path):
     assert not {"rank", "collective_count"} & set(table.columns)
 
 
+def test_kernels_outside_of_steps_have_a_row_per_rank_if_there_are_no_steps(tmp_path):
+    files = [write_rank(tmp_path / f"{rank}.json", rank, 2, [plain(0, 5), plain(9, 5)]) for rank in range(2)]
+    table = quiet(files).copies()
+    assert table[["step", "rank", "kernels"]].to_numpy().tolist() == [[-1, 0, 2], [-1, 1, 2]]
+
+
 @pytest.mark.parametrize(
     "steps", [((3, 4), (3, 4)), ((3, 4), (8, 9)), ((3, 4), (-1, -1)), ((-1, -1), (3, 4)), ((-1, 4), (3, 9))]
 )

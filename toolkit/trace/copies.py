@@ -48,7 +48,7 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
     table["clock"] = np.where(modelled, "modelled", "measured")
     frame = pd.DataFrame(table)
     outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in copied]].sum(axis=1) == 0)
-    return frame[~outside | (len(frame) == 1)].reset_index(drop=True)
+    return frame[~outside | outside.all()].reset_index(drop=True)
 
 
 def host_waits_ns(trace: Trace) -> NDArray[np.int64]:

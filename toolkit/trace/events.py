@@ -194,7 +194,7 @@ class Trace:
         """Return the number and size of the copies of each step, one row per step; of several ranks, one row per step and rank.
 
         Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
-        there are no copies among them), `h2d_count` and `h2d_bytes`, the same for d2h and d2d, `kernels` (their number,
+        there are steps but no copies outside), `h2d_count` and `h2d_bytes`, the same for d2h and d2d, `kernels` (their number,
         including collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no
         launches), `host_wait_us` (the time in µs for which the host waited, including calls that copied to pageable memory) and
         `clock` (whether that time was measured or modelled). Traces with copies between GPUs also have `p2p_count` and
