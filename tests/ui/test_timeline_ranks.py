@@ -80,13 +80,24 @@ def test_the_sentence_names_the_rank_that_came_last_and_the_waits() -> None:
     assert "rank 1 came last" in scene().opening["sentence"]
     track = scene().tracks[0]
     said = description_of_ranks(track.trace, "job", 2, track.steps_table)
-    told = "1 collective (10.5 KiB); rank 1 came last in 1 of them: rank 0 waited 201 µs for it"
+    told = "1 collective (10.5 KiB); rank 1 came last: rank 0 waited 201 µs for it"
     assert said == f"job takes 900 µs on 2 ranks; {told}"
     whole = description_of_ranks(track.trace, "job", None, track.steps_table)
     assert whole == "job: 4 collectives (42.0 KiB); rank 1 came last in 4 of them: rank 0 waited 204 µs for it"
     even = Scene([Track(ranks(late=0, delay=1000), "job")]).tracks[0]
     said = description_of_ranks(even.trace, "job", 2, even.steps_table)
     assert said.endswith("1 collective (10.5 KiB); all ranks arrived together")
+
+
+def test_the_sentence_counts_only_collectives_for_which_others_waited() -> None:
+    builder = TraceBuilder()
+    for seq in range(4):
+        for rank in range(4):
+            begin, group = 100_000 * seq + 10_000 * (rank == 0 and seq == 2), "left" if rank < 2 else "right"
+            builder.add("collective", begin, 50_000, stream=0, rank=rank, operation="all_reduce", group=group, seq=seq)
+    track = Track(builder.build({}), "job")
+    said = description_of_ranks(track.trace, "job", None, track.steps_table)
+    assert said == "job: 8 collectives; rank 0 came last in 1 of them: rank 1 waited 10 µs for it"
 
 
 def test_the_longest_wait_is_named_with_its_step() -> None:

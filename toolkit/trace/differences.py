@@ -203,20 +203,20 @@ def _exchange(trace: Trace, step: int | None) -> str:
     mine = found.matched if step is None else found.matched & (collective_steps(trace, found) == step)
     if not mine.any():
         return "no collective on more than one rank"
-    wait, last = found.wait[mine], found.last[mine]
-    caused = np.bincount(last, wait.sum(1), len(found.ranks))
+    wait, last = found.wait[mine], found.late[mine]
+    caused = np.bincount(last[last >= 0], wait.sum(1)[last >= 0], len(found.ranks))
     late = int(caused.argmax())
     times, size = int((last == late).sum()), int(trace["bytes"][found.first_row[mine]].sum())
     count = _count(len(last), "collective") + (f" ({bytes_text(size)})" if size else "")  # 0: not known
     waited = wait[last == late].sum(0)
     if waited.max() < TOGETHER_NS:
         return f"{count}; all ranks arrived together"
-    others = [
-        (f"rank {found.ranks[i]}", brief_time(int(waited[i]))) for i in np.argsort(-waited, kind="stable").tolist() if i != late
-    ]
+    order = np.argsort(-waited, kind="stable").tolist()
+    others = [(f"rank {found.ranks[i]}", brief_time(int(waited[i]))) for i in order if waited[i]]
     told = ", ".join(f"{who} waited {time} for it" if not i else f"{who} {time}" for i, (who, time) in enumerate(others[:3]))
     more = f", {len(others) - 3} others less" if len(others) > 3 else ""
-    return f"{count}; rank {found.ranks[late]} came last in {times:,} of them: {told}{more}"
+    often = f" in {times:,} of them" if len(last) > 1 else ""
+    return f"{count}; rank {found.ranks[late]} came last{often}: {told}{more}"
 
 
 def _other_kernels(a: StepFacts, b: StepFacts) -> str:
