@@ -320,6 +320,13 @@ def test_pages_that_are_linked_many_times_are_refused(tmp_path: Path) -> None:
 # ---- what is no file
 
 
+@pytest.mark.parametrize("kind", [set, iter, dict.fromkeys])
+def test_paths_without_an_order_are_refused(tmp_path: Path, kind: Any) -> None:
+    """The ranks of files that don't state theirs follow from the order, which is another one each time."""
+    with pytest.raises(TraceError, match=r"Give a path, or a list of paths: sorted\(FOLDER\.glob"):
+        open_trace(kind([tmp_path / "a.json", tmp_path / "b.json"]))
+
+
 @pytest.mark.parametrize("path", [None, 5, b"x", "a\0b", "half \ud800", "", "long" * 1000], ids=lambda path: ascii(path)[:20])
 def test_paths_that_name_no_file(path: Any) -> None:
     with pytest.raises(TraceError):

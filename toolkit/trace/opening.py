@@ -10,10 +10,10 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from toolkit.core.errors import TraceError
+from toolkit.core.errors import TraceError, kind_of
 from toolkit.core.files import check_path, open_regular, shown
 from toolkit.trace.arrays import OPENED
 from toolkit.trace.events import Trace
@@ -49,6 +49,8 @@ def open_trace(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     if isinstance(path, Sequence) and not isinstance(path, (str, bytes)):
         return _open_ranks(list(path), f"opening the traces of {len(path)} ranks")
     asked = f"opening the trace {shown(path)}"
+    if isinstance(path, Iterable) and not isinstance(path, (str, bytes, os.PathLike)):  # their order may differ each time
+        raise TraceError(asked, f"it is {kind_of(path)}", "Give a path, or a list of paths: sorted(FOLDER.glob('*.json'))")
     file = check_path(path, asked, TraceError)
     if os.path.isdir(file):
         return _open_ranks(_in_folder(file, asked), asked)
