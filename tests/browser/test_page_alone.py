@@ -199,3 +199,13 @@ def test_headings_of_ranks_can_be_read_over_lines(browser, tmp_path: Path) -> No
         assert left < x
         assert top < y < top + high
     page.close()
+
+
+@pytest.mark.parametrize("with_collectives", [False, True])
+def test_the_legend_explains_lines_only_if_there_are_collectives(browser, tmp_path: Path, with_collectives: bool) -> None:
+    page, trace = browser.new_page(), ranks(2)
+    trace = trace if with_collectives else trace.select(~trace.is_kind("collective"))
+    page.goto(write_page(trace, tmp_path / "a.html").as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    assert ("line: one collective" in page.inner_text(".tk-legend")) == with_collectives
+    page.close()

@@ -38,5 +38,5 @@ function drawLinks(painter, view, laneHeight) {
   });
 }
 
-const linkKey = (meta) => (meta.tracks.some((track) => track.ranks?.length)
+const linkKey = (meta) => (meta.tracks.some((track) => track.ranks?.length && track.lanes.some((lane) => lane.kind === "collective"))
   ? [element("span", { class: "tk-key" }, element("span", { class: "tk-last" }), "line: one collective; dot: the rank that came last")] : []);
