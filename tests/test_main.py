@@ -174,7 +174,9 @@ def test_open_prints_copies_ranks_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert page.exists()
     files = [str(file) for file in sorted(snapshot.parent.glob("nccl_ddp_h100-*.json.gz"))]
     assert main(["open", *files]) == 0
-    assert capsys.readouterr().out.endswith(f"\n\n{tk.open_trace(files).ranks().to_string(index=False)}\n")
+    said, job = capsys.readouterr().out, tk.open_trace(files)
+    assert said.startswith(f"{job}\nThe clocks of the ranks are aligned on the ends of ")
+    assert said.endswith(f"\n\n{job.ranks().to_string(index=False)}\n")
     assert main(["open", str(snapshot)]) == 0
     assert capsys.readouterr().out == f"{tk.open_trace(snapshot)}\n\n{tk.open_memory(snapshot)}\n"
     assert main(["open", __file__]) == 1

@@ -124,7 +124,7 @@ def show_trace(options: argparse.Namespace) -> None:
         check_writable(options.html, tk.ToolkitError)
     trace = tk.open_trace(options.files[0] if len(options.files) == 1 else options.files)
     copies = trace.copies()
-    print(trace)
+    print(trace, *trace.meta.get("notes") or [], sep="\n")
     for table in (copies, trace.ranks()):
         if len(table):
             print(f"\n{table.to_string(index=False)}")
