@@ -183,6 +183,14 @@ def test_open_prints_copies_ranks_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert "its format is unknown. tk.open_trace opens" in capsys.readouterr().err
 
 
+def test_open_does_not_write_a_page_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tk.open_trace("h200/qwen3/roundtrip").save(tmp_path / "a.trace")
+    before = file.read_bytes()
+    assert main(["open", "--html", str(file), "h200/qwen3/cuda-graph"]) == 1  # as if --html took no value
+    assert "a.trace': the name of a page ends in .html. Give another name after --html" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
 def test_a_warning_is_one_line_as_an_error_is(tmp_path: Path) -> None:
     event = '{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 1}'
     (tmp_path / "a.json").write_text(f'{{"traceEvents": [{event}, {{"ph": "X", "cat": "kernel"}}]}}')

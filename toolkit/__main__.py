@@ -121,6 +121,9 @@ def _gpus_text(table: pd.DataFrame) -> str:
 def show_trace(options: argparse.Namespace) -> None:
     """Print the events of a trace, and its copies per step, or its memory if it has no steps. Several files are ranks."""
     if options.html is not None:
+        if options.html.suffix.lower() not in (".html", ".htm"):  # it may be a trace: "open --html a.json b.json"
+            found = "the name of a page ends in .html"
+            raise tk.ToolkitError(f"writing {str(options.html)!r}", found, "Give another name after --html")
         check_writable(options.html, tk.ToolkitError)
     trace = tk.open_trace(options.files[0] if len(options.files) == 1 else options.files)
     copies = trace.copies()
