@@ -438,6 +438,25 @@ def test_collectives_that_one_rank_lacks_are_named(tmp_path):
     assert trace.collectives()["last_rank"].tolist()[:3] == [-1] * 3
 
 
+@pytest.mark.parametrize("numbered", [True, False])
+def test_collectives_that_were_counted_may_be_matched_wrongly(tmp_path, numbered):
+    """In traces of CUDA graphs, the first collective of a rank that began late has the number 0."""
+    for rank in range(2):
+        events = [collective(100 * i, 10, i if numbered else None) for i in range(rank, 10)]
+        write_rank(tmp_path / f"{rank}.json", rank, 2, events)
+    with pytest.warns(UserWarning, match=f"the first of them number {0 if numbered else 9}: its recording began later") as said:
+        tk.open_trace(tmp_path)
+    assert ("if it began later, wrong ones are matched" in str(said[0].message)) == (not numbered)
+
+
+def test_a_clock_that_jumps_shows_in_the_error(tmp_path):
+    for rank in range(2):
+        events = [collective(100 * i + (1e6 if rank and i > 5 else 0), 10, i) for i in range(20)]
+        write_rank(tmp_path / f"{rank}.json", rank, 2, events)
+    trace = quiet(tmp_path)
+    assert "differ by 0.0 µs (median) and 1,000,000.0 µs (95 % of them)" in trace.meta["notes"][0]
+
+
 def test_operations_that_differ_are_named(tmp_path):
     gather = {"name": "ncclDevKernel_AllGather_RING_LL()", "Collective name": "_allgather_base"}
     events = [[collective(100 * i, 10, i, **(gather if i == 2 and rank else {})) for i in range(5)] for rank in range(2)]

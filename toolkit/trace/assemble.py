@@ -167,7 +167,7 @@ def assemble(
     """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks, of no less than 0 ns.
 
     `meta["origin_ns"]`, if it is known, is the time at 0 on the clock of the host, before and after. Collectives that have no
-    number are numbered in each group in order of start.
+    number are numbered in each group in order of start, and `meta["collectives_counted"]` says so.
 
     Steps are taken from `ranges` if some of them are steps, and guessed otherwise. `cause_ns` [N] is the time at which the host
     launched each row. `ranges_are` is `meta["steps_from"]` for ranges that neither the toolkit nor the profiler wrote.
@@ -191,7 +191,8 @@ def assemble(
     columns["step"] = np.full(len(order), -1) if step is None else step
     for name, found in (("where", where), ("layer", layer)):
         columns[name] = np.full(len(order), -1) if found is None else found
-    columns |= _numbered(communication_columns(communications, rows["communication"]), rows)
+    columns |= communication_columns(communications, rows["communication"])
+    meta = meta | ({"collectives_counted": True} if _count_collectives(columns) else {})
     extra: dict[str, Any] = NOT_KNOWN | {
         "start_ns": marks[:, 0], "dur_ns": marks[:, 1] - marks[:, 0], "kind": KIND["mark"], "bytes": 0, "device": -1,
         "pinned": -1, "name": [strings.code(shown_name(r.name)) for r in ranges], "stream": -1, "step": numbers, "where": -1,
@@ -205,14 +206,15 @@ def assemble(
     return from_columns(list(strings.codes), meta | {"clock": "measured", "steps_from": source, "sizes_only": False}, **columns)
 
 
-def _numbered(columns: dict[str, NDArray[Any]], rows: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
-    """Return the columns COMMUNICATION, with numbers for the collectives of groups in which none has a number."""
-    mine = np.flatnonzero(rows["kind"] == KIND["collective"]) if columns else np.empty(0, np.int64)
+def _count_collectives(columns: dict[str, NDArray[Any]]) -> bool:
+    """Number the collectives of groups in which none has a number, and return whether there are such groups."""
+    mine, counted = np.flatnonzero(columns["kind"] == KIND["collective"]), False
     for group in np.unique(columns["group"][mine]).tolist() if len(mine) else []:
         members = mine[columns["group"][mine] == group]
         if (columns["seq"][members] < 0).all():
-            columns["seq"][members[np.argsort(rows["start_ns"][members], kind="stable")]] = np.arange(len(members))
-    return columns
+            columns["seq"][members[np.argsort(columns["start_ns"][members], kind="stable")]] = np.arange(len(members))
+            counted = True
+    return counted
 
 
 def with_guessed_steps(trace: Trace) -> Trace:

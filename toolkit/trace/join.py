@@ -39,7 +39,8 @@ def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining th
     traces, ranks = [traces[i] for i in order], [ranks[i] for i in order]
     joined = _side_by_side(traces, ranks)
     found = collectives_of(joined)
-    problems = _missing(ranks, world_size) + _mismatches(joined, found)
+    counted = any(trace.meta.get("collectives_counted") for trace in traces)
+    problems = _missing(ranks, world_size) + _mismatches(joined, found, counted)
     for text in problems:
         warn(text)
     clocks, method = _clocks(joined, found, traces, ranks)
@@ -134,7 +135,7 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
         errors = np.abs(np.concatenate([clock.errors_ns for i, clock in enumerate(clocks) if clock.first != i]))
         ends_of = f"The clocks of the ranks are aligned on the ends of {plural(int(use.sum()), 'collective')}"
         known = (
-            f"which then differ by {np.median(errors) / 1e3:.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:.1f} µs "
+            f"which then differ by {np.median(errors) / 1e3:,.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:,.1f} µs "
             "(95 % of them)"
         )
         notes.append(f"{ends_of}, {known if use.sum() > 1 else 'so their error is not known'}.")
@@ -173,8 +174,12 @@ def _before_disagreements(joined: Trace, found: Collectives) -> NDArray[np.bool_
     return agreed
 
 
-def _mismatches(joined: Trace, found: Collectives) -> list[str]:
-    """Return warnings of collectives that some ranks of a group don't have, or have as another operation."""
+def _mismatches(joined: Trace, found: Collectives, counted: bool) -> list[str]:
+    """Return warnings of collectives that some ranks of a group don't have, or have as another operation.
+
+    `counted` says that some numbers are not those of the process group, but count what each rank recorded.
+    """
+    doubt = " Collectives are numbered in the order in which they ran: if it began later, wrong ones are matched."
     texts = []
     group, seq, operation = (joined[name][found.first_row] for name in ("group", "seq", "operation"))
     for code in np.unique(group).tolist():
@@ -196,7 +201,8 @@ def _mismatches(joined: Trace, found: Collectives) -> list[str]:
                 some = (
                     f"{len(lacks):,} of the {len(mine):,} collectives of {title}, the first of them number {seq[lacks].min()}"
                 )
-                texts.append(f"Rank {found.ranks[i]} has no event of {some}: its recording began later or ended earlier.")
+                why = f"its recording began later or ended earlier.{doubt if counted and not seq[mine].min() else ''}"
+                texts.append(f"Rank {found.ranks[i]} has no event of {some}: {why}")
     return texts
 
 
