@@ -436,6 +436,9 @@ def test_collectives_that_one_rank_lacks_are_named(tmp_path):
     with pytest.warns(UserWarning, match="Rank 1 has no event of 3 of the 10 collectives of group '0'"):
         trace = tk.open_trace(files)
     assert trace.collectives()["last_rank"].tolist()[:3] == [-1] * 3
+    write_rank(files[1], 1, 2, [plain(0, 5)])
+    with pytest.warns(UserWarning, match="Rank 1 has no event of 10 of the 10 collectives of group '0'"):
+        tk.open_trace(files)
 
 
 @pytest.mark.parametrize("numbered", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, groupby
 from typing import Any
 
@@ -40,7 +40,11 @@ def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining th
     joined = _side_by_side(traces, ranks)
     found = collectives_of(joined)
     counted = any(trace.meta.get("collectives_counted") for trace in traces)
-    problems = _missing(ranks, world_size) + _mismatches(joined, found, counted)
+    declared: dict[str, set[int]] = {}
+    for trace in traces:
+        for group, within in (trace.meta.get("groups") or {}).items():  # of two groups with one name, the ranks of both
+            declared[group] = declared.get(group, set(ranks)) & set(within)
+    problems = _missing(ranks, world_size) + _mismatches(joined, found, counted, declared)
     for text in problems:
         warn(text)
     clocks, method = _clocks(joined, found, traces, ranks)
@@ -174,10 +178,11 @@ def _before_disagreements(joined: Trace, found: Collectives) -> NDArray[np.bool_
     return agreed
 
 
-def _mismatches(joined: Trace, found: Collectives, counted: bool) -> list[str]:
+def _mismatches(joined: Trace, found: Collectives, counted: bool, declared: Mapping[str, set[int]]) -> list[str]:
     """Return warnings of collectives that some ranks of a group don't have, or have as another operation.
 
-    `counted` says that some numbers are not those of the process group, but count what each rank recorded.
+    `counted` says that some numbers are not those of the process group, but count what each rank recorded. `declared` has the
+    ranks of groups as far as they have traces and the headers name them.
     """
     doubt = " Collectives are numbered in the order in which they ran: if it began later, wrong ones are matched."
     texts = []
@@ -194,15 +199,16 @@ def _mismatches(joined: Trace, found: Collectives, counted: bool) -> list[str]:
                 "may be matched wrongly: they don't align the clocks, and their waits may be wrong."
             )
             continue
-        members = np.flatnonzero(found.present[mine].any(0))
-        for i in members.tolist() if len(members) > 1 else []:
-            lacks = mine[~found.present[mine, i]]
+        present = {rank: found.present[mine, i] for i, rank in enumerate(found.ranks) if found.present[mine, i].any()}
+        members = declared.get(joined.strings[code] if code >= 0 else "", set()) | present.keys()
+        for rank in sorted(members) if len(members) > 1 else []:
+            lacks = mine[~present[rank]] if rank in present else mine
             if len(lacks):
                 some = (
                     f"{len(lacks):,} of the {len(mine):,} collectives of {title}, the first of them number {seq[lacks].min()}"
                 )
                 why = f"its recording began later or ended earlier.{doubt if counted and not seq[mine].min() else ''}"
-                texts.append(f"Rank {found.ranks[i]} has no event of {some}: {why}")
+                texts.append(f"Rank {rank} has no event of {some}: {why}")
     return texts
 
 
