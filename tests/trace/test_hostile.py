@@ -234,6 +234,23 @@ def test_half_surrogates_in_names_can_be_saved(tmp_path: Path) -> None:
         assert open_trace(written).text("name") == ["half ?"]
 
 
+def test_half_surrogates_in_headers_can_be_shown_and_saved(tmp_path: Path) -> None:
+    """Of GPUs and process groups, of the processes of other tools, and in our own files."""
+    groups = [{"pg_name": "half \ud800", "ranks": [0]}]
+    head = {"deviceProperties": [{"name": "half \ud800"}], "distributedInfo": {"rank": 0, "pg_config": groups}}
+    title = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "GPU 0 \ud800"}}
+    other = chrome(tmp_path / "other.json", [title, {"ph": "X", "name": "k", "pid": 1, "tid": 1, "ts": 1, "dur": 1}])
+    found = open_trace(chrome(tmp_path / "x.json", [kernel()], **head))
+    assert (found.meta["device"], found.meta["groups"]) == ("half ?", {"half ?": [0]})
+    assert open_trace(other).meta["device"] == "GPU 0 ?"
+    found.meta["title"] = "half \ud800"
+    for written in (found.save(tmp_path / "a"), found.to_chrome(tmp_path / "b.json")):
+        trace = open_trace(written)
+        assert trace.meta == found.meta | {"title": "half ?"}
+        repr(trace).encode()
+        trace.to_html(tmp_path / "page.html")
+
+
 @pytest.mark.filterwarnings("ignore:.*unexpected fields")
 @pytest.mark.parametrize("digits", ["9" * 5000, "1e999", "-1e999", "NaN"])
 def test_numbers_beyond_all_types(tmp_path: Path, digits: str) -> None:

@@ -28,3 +28,11 @@ def convert(value: Any, kind: type[T] | Any) -> T:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return found
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return JSON with "?" for each half of a surrogate pair, which can neither be printed nor written in UTF-8."""
+    try:
+        return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

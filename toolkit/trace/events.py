@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError, UnknownNameError, brief, unknown_name
 from toolkit.core.files import at_home, open_regular, replacing, shown
-from toolkit.core.schema import convert, parse_json
+from toolkit.core.schema import convert, parse_json, without_surrogates
 from toolkit.trace.arrays import check_archive, read_arrays
 from toolkit.trace.chrome.write import as_json, write_chrome
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS, as_rows
@@ -321,7 +321,7 @@ class Meta(TypedDict, total=False):
 def check_meta(meta: Any) -> dict[str, Any]:
     """Return the `meta` of a file if its fields have the types of `Meta`. Raises ValueError otherwise."""
     convert(meta, Meta)
-    checked: dict[str, Any] = meta
+    checked: dict[str, Any] = without_surrogates(meta)
     return checked
 
 

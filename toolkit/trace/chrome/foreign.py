@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.core.schema import without_surrogates
 from toolkit.trace.assemble import KIND, Rows, Strings, assemble, ns_of
 from toolkit.trace.cupti import parse_memcpy, pinned_of
 from toolkit.trace.events import Trace
@@ -54,7 +55,7 @@ class Foreign:
         meta = meta | {"format": "chrome"}
         names = [self.process.get(pid, "") for pid, _ in lanes]
         if names:
-            meta["device"] = names[0]
+            meta["device"] = without_surrogates(names[0])
         of_track = np.array([lanes.get(key, (-1, -1)) for key in self.tracks], np.int64).reshape(-1, 2)
         on_track = of_track[rows["thread"]]
         on_device = on_track[:, 0] >= 0

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError, brief
+from toolkit.core.schema import without_surrogates
 from toolkit.core.units import plural
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns, ns_of, title_of
 from toolkit.trace.chrome.comms import Comms, distributed_job
@@ -78,7 +79,9 @@ def _about(head: dict[str, Any]) -> dict[str, Any]:
     gpus = head.get("deviceProperties")
     first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
     name = first.get("name")
-    return {"device": name if isinstance(name, str) else "unknown device", "format": "chrome", **distributed_job(head)}
+    about = {"device": name if isinstance(name, str) else "unknown device", "format": "chrome", **distributed_job(head)}
+    known: dict[str, Any] = without_surrogates(about)
+    return known
 
 
 class _Kineto:
