@@ -27,7 +27,6 @@ def test_many_exchanges_in_a_row(ranks: Ranks, tmp_path: Path, count: int) -> No
     assert ranks.results(count, exchanges.sums, str(tmp_path), count, 12) == [[]] * count
 
 
-@pytest.mark.parametrize(("count", "rounds"), [(2, 8), (3, 4)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
-def test_products_send_their_results(ranks: Ranks, tmp_path: Path, count: int, rounds: int) -> None:
-    assert ranks.results(count, exchanges.sent, str(tmp_path), count, rounds) == [[]] * count
+def test_products_send_their_results(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.results(2, exchanges.sent, str(tmp_path), 2, 5) == [[]] * 2
