@@ -131,7 +131,7 @@ def test_without_ranges_steps_are_guessed(database):
     assert trace.copies()["d2h_count"].tolist() == [1] * 6
 
 
-def test_processes_that_count_their_calls_alike_are_told_apart(database):
+def two_processes(database, devices=(0, 1), known=False):
     """The calls of both processes have the correlation ids 1 and 2; the second one launches 500 ns later."""
     for process, (early, gpu) in enumerate(((0, 2000), (500, 2500))):
         pid = (0x2000 + process) << 24
@@ -144,14 +144,51 @@ def test_processes_that_count_their_calls_alike_are_told_apart(database):
         database.put(
             "CUPTI_ACTIVITY_KIND_RUNTIME", start=early + 30, end=early + 90, globalTid=pid + 1, correlationId=2, nameId=3
         )
-        on = {"deviceId": process, "globalPid": pid, "streamId": 7 + 6 * process}
+        on = {"deviceId": devices[process], "globalPid": pid, "streamId": 7 + 6 * process}
         database.put("CUPTI_ACTIVITY_KIND_KERNEL", start=gpu, end=gpu + 10, correlationId=1, demangledName=0, shortName=1, **on)
         database.put("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", start=early + 30, end=early + 90, correlationId=2, **on)
-    trace = database.trace()
-    kernels, waits = (trace.select(trace.is_kind(kind)) for kind in ("kernel", "sync"))
-    assert list(zip(kernels["device"], kernels["step"], strict=True)) == [(0, 0), (1, 1)]
-    assert list(zip(waits["stream"], waits["step"], strict=True)) == [(0, 0), (1, 1)]
+    if known:
+        database.put("TARGET_INFO_SESSION_START_TIME", utcEpochNs=10**18)
+    return database.trace()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_processes_of_a_report_are_ranks_on_one_clock(database, known):
+    trace = two_processes(database, known=known)
+    kernels, waits, marks = (trace.select(trace.is_kind(kind)) for kind in ("kernel", "sync", "mark"))
+    assert list(zip(kernels["rank"], kernels["device"], kernels["step"], strict=True)) == [(0, 0, 0), (1, 1, 1)]
+    assert list(zip(waits["rank"], waits["step"], strict=True)) == [(0, 0), (1, 1)]
+    assert list(zip(marks["rank"], marks["start_ns"], strict=True)) == [(0, 0), (1, 500)]
+    assert kernels["start_ns"].tolist() == [2000, 2500]
     assert trace.copies()["launches"].tolist() == [1, 1]
+    assert "The ranks are the processes of the report" in trace.meta["notes"][0]
+    assert [clock["offset_us"] for clock in trace.meta["clocks"]] == [0, 0]
+    assert [("origin_ns" in trace.of_rank(rank).meta) for rank in (0, 1)] == [known] * 2
+    assert len(trace.of_rank(1)) == 4
+
+
+def test_ranks_of_a_report_are_in_the_order_of_their_gpus(database):
+    kernels = (trace := two_processes(database, devices=(1, 0))).select(trace.is_kind("kernel"))
+    assert sorted(zip(kernels["rank"], kernels["device"], kernels["start_ns"], strict=True)) == [(0, 0, 2500), (1, 1, 2000)]
+
+
+def test_collectives_of_processes_are_counted_in_each_of_them(database):
+    database.put("StringIds", id=90, value="ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+    for number in range(10):
+        for process in (0, 1):
+            on = {"deviceId": process, "globalPid": (0x2000 + process) << 24, "streamId": 7}
+            start = 1000 * number + 100 * process
+            database.put("CUPTI_ACTIVITY_KIND_KERNEL", start=start, end=1000 * number + 300, demangledName=90, **on)
+    table = database.trace().collectives()
+    assert table["seq"].tolist() == [*range(10)]
+    assert table["last_rank"].tolist() == [1] * 10
+    assert table["rank0_wait_us"].tolist() == [0.1] * 10
+
+
+def test_a_process_without_a_gpu_is_no_rank(database):
+    database.step(0, text="step 0")
+    database.put("CUPTI_ACTIVITY_KIND_RUNTIME", start=5, end=9, globalTid=0x7000 << 24, correlationId=77, nameId=3)
+    assert set(database.trace()["rank"]) == {0}
 
 
 @pytest.mark.parametrize("known", [True, False])

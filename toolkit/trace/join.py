@@ -25,8 +25,12 @@ _MOST = 16  # ranks that a sentence lists
 _MOST_RANKS = 1 << 15  # the column `rank` has 16 bits
 
 
-def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining the traces of several ranks") -> Trace:
+def join(
+    traces: Sequence[Trace], names: Sequence[str], asked: str = "joining the traces of several ranks", one_clock: bool = False
+) -> Trace:
     """Return the traces of several ranks as one, with the clocks of all ranks aligned on the ends of collectives.
+
+    With `one_clock`, `meta["origin_ns"]` of all traces is of the same clock, which is left as it is.
 
     The rank of a trace is the one that it states, or the number in its name ("rank3.json"), or the lowest one that is left.
     `meta["ranks"]` has the `meta` of each rank, `meta["clocks"]` the correction and the error of each clock, `meta["notes"]`
@@ -47,7 +51,7 @@ def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining th
     problems = _missing(ranks, world_size) + _mismatches(joined, found, counted, declared)
     for text in problems:
         warn(text)
-    clocks, method = _clocks(joined, found, traces, ranks)
+    clocks, method = _clocks(joined, found, traces, ranks) if not one_clock else (_same(traces), [])
     columns = dict(joined.columns)
     columns["start_ns"] = columns["start_ns"].copy()
     for rank, clock in zip(ranks, clocks, strict=True):
@@ -148,6 +152,12 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
         who = f"rank{'s' if len(apart) > 1 else ''} {_listed(apart)} to rank {ranks[0]}"
         notes.append(f"No collective links {who}: {how}, so times of different ranks may not be comparable.")
     return clocks, notes
+
+
+def _same(traces: Sequence[Trace]) -> list[Clock]:
+    """Return the clock of each rank if all were recorded by one clock."""
+    origins = [trace.meta["origin_ns"] for trace in traces]
+    return [Clock(float(origins[0] - origin), 0.0, np.empty(0)) for origin in origins]
 
 
 def _missing(ranks: Sequence[int], world_size: int | None) -> list[str]:

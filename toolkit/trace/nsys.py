@@ -3,12 +3,15 @@
 Tables and columns differ between versions, and Nsight leaves out empty tables: missing values become "not known". Source lines
 are not read, since Nsight does not record them reliably. Nothing in the file is executed: an authorizer allows only reads of
 the stored columns in `_TABLES`, so that SQLite refuses views, virtual tables, generated columns and functions.
+
+If a report has several processes that used a GPU, as of `nsys profile torchrun ...`, they are ranks of one trace.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from toolkit.core.files import open_regular
 from toolkit.trace.assemble import KIND, LONGEST_NS, Calls, Rows, Strings, assemble, title_of
 from toolkit.trace.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
 from toolkit.trace.events import Trace
+from toolkit.trace.join import join
 from toolkit.trace.nccl import PEER, Communication, of_kernel
 from toolkit.trace.steps import Range
 
@@ -33,7 +37,7 @@ _TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read;
     "StringIds": {"id": int, "value": str},
     "TARGET_INFO_GPU": {"name": str},
     "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": int},
-    "NVTX_EVENTS": _EVENT | {"eventType": int, "text": str, "textId": int},
+    "NVTX_EVENTS": _EVENT | {"eventType": int, "text": str, "textId": int, "globalTid": int},
     f"{_PREFIX}KERNEL": _ON_GPU | {"demangledName": int, "shortName": int},
     f"{_PREFIX}GRAPH_TRACE": _ON_GPU | {"graphId": int},
     f"{_PREFIX}MEMCPY": _ON_GPU | dict.fromkeys(("bytes", "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"), int),
@@ -41,6 +45,8 @@ _TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read;
     f"{_PREFIX}SYNCHRONIZATION": dict.fromkeys(("correlationId", "globalPid", "streamId"), int),
     f"{_PREFIX}RUNTIME": _EVENT | {"correlationId": int, "globalTid": int, "nameId": int},
 }
+_ON_GPUS = tuple(f"{_PREFIX}{kind}" for kind in ("KERNEL", "GRAPH_TRACE", "MEMCPY", "MEMSET"))
+_MOST_RANKS = 1024  # a report of more processes is read as one rank
 _SCHEMA = ("sqlite_master", "sqlite_schema")
 _LEAST_ROW_BYTES = 4  # a record's cell pointer, length, key and header: pages that are read more than once exceed it
 _PID_BIT, _PROCESS_BIT = 24, 40  # the lowest bit of the process in globalPid and globalTid, and in our correlation ids
@@ -97,6 +103,9 @@ def _check_length(path: Path, asked: str) -> int:
     return found_bytes
 
 
+_Row = tuple[Any, ...]
+
+
 class _Database:
     def __init__(self, connection: sqlite3.Connection, asked: str, size: int) -> None:
         self.connection, self.asked = connection, asked
@@ -107,9 +116,31 @@ class _Database:
             found = "it has no CUDA events" if "StringIds" in self.tables else "it is a database of another program"
             raise TraceError(asked, found, _RECORD)
         self.texts = {code: text for code, text in self.read("StringIds", "id", "value") if text is not None}
+        self.processes: dict[int, int] = {}
+        self._events: dict[str, tuple[list[_Row], dict[int | None, list[_Row]]]] = {}  # by table: all, and by process
+        self._begin(None, True)
+
+    def _begin(self, process: int | None, first: bool) -> None:
+        """Read events from now on of this process only, or of all; events without a process belong to the first one."""
         self.strings, self.rows, self.calls = Strings(), Rows(), Calls()
         self.threads: dict[int, int] = {}
-        self.processes: dict[int, int] = {}
+        self._process, self._first = process, first
+
+    def events(self, table: str) -> list[_Row]:
+        """Return the events of a table that are read now, with all its columns."""
+        every, groups = self._by_process(table)
+        return every if self._process is None else groups.get(self._process, []) + self._first * groups.get(None, [])
+
+    def _by_process(self, table: str) -> tuple[list[_Row], dict[int | None, list[_Row]]]:
+        if table not in self._events:
+            columns = [*_TABLES[table]]
+            at = columns.index("globalPid" if "globalPid" in columns else "globalTid")
+            groups: defaultdict[int | None, list[_Row]] = defaultdict(list)
+            rows = self.read(table, *columns)
+            for row in rows:
+                groups[None if row[at] is None else row[at] >> _PID_BIT].append(row)
+            self._events[table] = rows, groups
+        return self._events[table]
 
     def read(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
         """Return the rows of a table, with None for missing columns. A missing table has no rows.
@@ -137,7 +168,29 @@ class _Database:
         return rows
 
     def trace(self) -> Trace:
-        """Return the Trace of the database."""
+        """Return the trace of the database: that of all processes, or, if several used a GPU, with a rank for each."""
+        used: dict[int, int] = {}  # by process: its first GPU
+        for table in _ON_GPUS:
+            device = [*_TABLES[table]].index("deviceId")
+            for process, rows in self._by_process(table)[1].items():
+                if process is not None and process not in used:
+                    used[process] = min(row[device] or 0 for row in rows)
+        if not 1 < len(used) <= _MOST_RANKS:
+            return self._trace()
+        ranks, traces = sorted(used, key=lambda process: (used[process], process)), []
+        for rank, process in enumerate(ranks):
+            self._begin(process, not rank)
+            traces.append(self._trace({"rank": rank, "origin_ns": 0}))
+        joined = join(traces, [f"process {process & 0xFFFFFF}" for process in ranks], self.asked, one_clock=True)
+        if not self.read("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
+            for meta in joined.meta["ranks"].values():
+                del meta["origin_ns"]  # counts from the start of the report, which is not known
+        note = "The ranks are the processes of the report, in the order of their GPUs. They share a clock."
+        joined.meta["notes"].insert(0, note)
+        return joined
+
+    def _trace(self, about: dict[str, Any] | None = None) -> Trace:
+        """Return the trace of the events that are read now, with `about` in its `meta`."""
         self.read_kernels()
         self.read_copies()
         self.read_calls()
@@ -145,11 +198,11 @@ class _Database:
         cause, _ = self.calls.causes(rows)
         marks = self.read_ranges()
         gpus = self.read("TARGET_INFO_GPU", "name")
-        meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"}
+        meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"} | (about or {})
         began = self.read("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         if began and began[0][0] is not None and 0 <= began[0][0] < LONGEST_NS:
             meta["origin_ns"] = began[0][0]
-        if self.read(f"{_PREFIX}GRAPH_TRACE", "start"):
+        if self.events(f"{_PREFIX}GRAPH_TRACE"):
             meta["graphs"] = "whole"  # each launch is one event: the copies and kernels inside are not recorded
         communications = self.rows.communications
         return assemble(rows, cause, marks, self.strings, meta, ranges_are="nvtx", communications=communications)
@@ -162,8 +215,7 @@ class _Database:
         return -1
 
     def read_kernels(self) -> None:
-        kernels = self.read(f"{_PREFIX}KERNEL", *_ON_GPU, "demangledName", "shortName")
-        for start, end, device, stream, correlation, process, demangled, short in kernels:
+        for start, end, device, stream, correlation, process, demangled, short in self.events(f"{_PREFIX}KERNEL"):
             name, kind, text = self.name(demangled, short), "kernel", self.texts.get(demangled) or self.texts.get(short, "")
             found = of_kernel(text)
             if found is not None:
@@ -173,14 +225,13 @@ class _Database:
             communication = self.rows.communication(found, self.strings) if found else 0
             correlation = self.correlated(correlation, process)
             self.add(kind, start, end, 0, stream, device, -1, name, correlation, communication=communication)
-        for start, end, device, stream, correlation, process, graph in self.read(f"{_PREFIX}GRAPH_TRACE", *_ON_GPU, "graphId"):
+        for start, end, device, stream, correlation, process, graph in self.events(f"{_PREFIX}GRAPH_TRACE"):
             name, correlation = self.strings.code(f"CUDA graph {graph}"), self.correlated(correlation, process)
             self.add("kernel", start, end, 0, stream, device, -1, name, correlation)
 
     def read_copies(self) -> None:
-        shared = (*_ON_GPU, "bytes")
-        for start, end, device, stream, correlation, process, n_bytes, number, source, target, giver, taker in self.read(
-            f"{_PREFIX}MEMCPY", *shared, "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"
+        for start, end, device, stream, correlation, process, n_bytes, number, source, target, giver, taker in self.events(
+            f"{_PREFIX}MEMCPY"
         ):
             kind = MEMCPY_KINDS.get(number)
             if kind is not None:
@@ -191,7 +242,7 @@ class _Database:
                 communication = 0 if peer is None else self.rows.communication(Communication(peer=peer), self.strings)
                 correlation = self.correlated(correlation, process)
                 self.add(kind, start, end, n_bytes, stream, device, pinned, name, correlation, communication=communication)
-        for start, end, device, stream, correlation, process, n_bytes in self.read(f"{_PREFIX}MEMSET", *shared):
+        for start, end, device, stream, correlation, process, n_bytes in self.events(f"{_PREFIX}MEMSET"):
             name, correlation = self.strings.code("Memset (Device)"), self.correlated(correlation, process)
             self.add("memset", start, end, n_bytes, stream, device, -1, name, correlation)
 
@@ -215,11 +266,9 @@ class _Database:
         )  # fmt: skip
 
     def read_calls(self) -> None:
-        waits = self.read(f"{_PREFIX}SYNCHRONIZATION", "correlationId", "globalPid", "streamId")
+        waits = self.events(f"{_PREFIX}SYNCHRONIZATION")
         streams = {self.correlated(correlation, process): stream for correlation, process, stream in waits}
-        for start, end, correlation, global_tid, name_id in self.read(
-            f"{_PREFIX}RUNTIME", "start", "end", "correlationId", "globalTid", "nameId"
-        ):
+        for start, end, correlation, global_tid, name_id in self.events(f"{_PREFIX}RUNTIME"):
             thread = self.threads.setdefault(global_tid or 0, len(self.threads))
             correlation = self.correlated(correlation, global_tid)
             if correlation >= 0:
@@ -237,6 +286,6 @@ class _Database:
         """Return the push/pop and start/end ranges of NVTX."""
         return [
             Range(start, end, text if text is not None else self.texts.get(text_id, ""))
-            for start, end, kind, text, text_id in self.read("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
+            for start, end, kind, text, text_id, _ in self.events("NVTX_EVENTS")
             if start is not None and end is not None and (kind is None or kind in _RANGE_TYPES)
         ]
