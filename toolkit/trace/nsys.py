@@ -175,33 +175,38 @@ class _Database:
             for process, rows in self._by_process(table)[1].items():
                 if process is not None and process not in used:
                     used[process] = min(row[device] or 0 for row in rows)
+        about = self._about()
         if not 1 < len(used) <= _MOST_RANKS:
-            return self._trace()
+            return self._trace(about)
         ranks, traces = sorted(used, key=lambda process: (used[process], process)), []
         for rank, process in enumerate(ranks):
             self._begin(process, not rank)
-            traces.append(self._trace({"rank": rank, "origin_ns": 0}))
+            traces.append(self._trace({"origin_ns": 0, **about, "rank": rank}))
         joined = join(traces, [f"process {process & 0xFFFFFF}" for process in ranks], self.asked, one_clock=True)
-        if not self.read("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
+        if "origin_ns" not in about:
             for meta in joined.meta["ranks"].values():
                 del meta["origin_ns"]  # counts from the start of the report, which is not known
         note = "The ranks are the processes of the report, in the order of their GPUs. They share a clock."
         joined.meta["notes"].insert(0, note)
         return joined
 
-    def _trace(self, about: dict[str, Any] | None = None) -> Trace:
-        """Return the trace of the events that are read now, with `about` in its `meta`."""
+    def _about(self) -> dict[str, Any]:
+        """Return the `meta` of the report."""
+        gpus = self.read("TARGET_INFO_GPU", "name")
+        meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"}
+        began = self.read("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
+        if began and began[0][0] is not None and 0 <= began[0][0] < LONGEST_NS:
+            meta["origin_ns"] = began[0][0]
+        return meta
+
+    def _trace(self, meta: dict[str, Any]) -> Trace:
+        """Return the trace of the events that are read now."""
         self.read_kernels()
         self.read_copies()
         self.read_calls()
         rows = self.calls.with_launches(self.rows.columns(), self.strings)
         cause, _ = self.calls.causes(rows)
         marks = self.read_ranges()
-        gpus = self.read("TARGET_INFO_GPU", "name")
-        meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"} | (about or {})
-        began = self.read("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
-        if began and began[0][0] is not None and 0 <= began[0][0] < LONGEST_NS:
-            meta["origin_ns"] = began[0][0]
         if self.events(f"{_PREFIX}GRAPH_TRACE"):
             meta["graphs"] = "whole"  # each launch is one event: the copies and kernels inside are not recorded
         communications = self.rows.communications

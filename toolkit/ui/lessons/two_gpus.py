@@ -120,10 +120,10 @@ def late_gpu(times):
     "real": Question(
         hint="How many collectives are there, how much time does one add, and how long is the step? Use the printed times, not "
         "those of the timeline.",
-        why="Most kernels in front of a sum send their result to the other GPU themselves, so the sum adds little time: "
-        "that of one more launch. Two H200s decode this model {times:.2f} times as fast as one ({both:.0f} and {alone:.0f} "
-        "tok/s without recording). If the collectives took no time, it would be {bound:.2f} times: norms and other small "
-        "kernels take as long on half of a model as on all of it.",
+        why="Most kernels in front of a sum send their result to the other GPU themselves, so the sum adds little time. Two "
+        "H200s decode this model {times:.2f} times as fast as one ({both:.0f} and {alone:.0f} tok/s without recording). If "
+        "the collectives took no time, it would be {bound:.2f} times: norms and other small kernels take as long on half of "
+        "a model as on all of it.",
         answer='{"% of the step": 100 * len(times_us) * times_us.mean() / step_us}',
         within=0.1,
     ),
