@@ -8,19 +8,20 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
-from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
+from toolkit.kernels.delta_rule import DELTA_STEP, DeltaStepShape
 from toolkit.kernels.delta_rule_chunks import DELTA_CHUNKS, DeltaChunksShape
 from toolkit.ops.reference.delta_rule import DeltaNetLayer, delta_net
+from toolkit.weights.packed import quantize_activations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3
 CHUNK_ERROR = 5e-3  # flash-linear-attention's own for chunks: tensor cores round their factors to 10 bits
 BF16_ERROR = 1e-2  # one rounding of the result, which Triton's interpreter truncates
 SHAPES = [
-    DeltaShape(2, 4, 16, 16, dtype="float32"),
-    DeltaShape(2, 4, 12, 20, taps=3, tiled=True, dtype="float32"),
-    DeltaShape(1, 3, 5, 40, taps=2, dtype="float32"),
-    DeltaShape(3, 3, 8, 8, tiled=True),
+    DeltaStepShape(2, 4, 16, 16, dtype="float32"),
+    DeltaStepShape(2, 4, 12, 20, taps=3, tiled=True, dtype="float32"),
+    DeltaStepShape(1, 3, 5, 40, taps=2, dtype="float32"),
+    DeltaStepShape(3, 3, 8, 8, tiled=True),
 ]
 
 
@@ -30,7 +31,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def model_result(shape: DeltaShape, inputs: dict[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def model_result(shape: DeltaStepShape, inputs: dict[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (output [T, values], ring, memory) computed by the model's code."""
     ring, memory = inputs["ring"].clone(), inputs["memory"].clone()
     rows = (inputs[name].view(len(positions), -1) for name in ("qkv", "z", "b", "a"))
@@ -40,7 +41,7 @@ def model_result(shape: DeltaShape, inputs: dict[str, Tensor], positions: Tensor
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)
-def test_step(shape: DeltaShape) -> None:
+def test_step(shape: DeltaStepShape) -> None:
     inputs = DELTA_STEP.inputs(shape, DEVICE, seed=1)
     wanted = DELTA_STEP.reference(shape, inputs)
     configs = DELTA_STEP.space(shape)
@@ -51,8 +52,18 @@ def test_step(shape: DeltaShape) -> None:
         assert error(found[2], wanted[2]) < STEP_ERROR, config
 
 
+@pytest.mark.parametrize("shape", [DeltaStepShape(2, 4, 16, 32, quantised=True), DeltaStepShape(1, 3, 8, 96, quantised=True)])
+def test_a_result_in_8_bits_is_that_of_the_next_product(shape: DeltaStepShape) -> None:
+    inputs = DELTA_STEP.inputs(shape, DEVICE, seed=6)
+    for config in (Config(block_v=16, warps=1), Config(block_v=128, warps=4)):  # several blocks per head, and one
+        output, _, _, *found = DELTA_STEP.run(shape, config, inputs)
+        assert len(found) == len(DELTA_STEP.reference(shape, inputs)) - 3 == 3
+        for ours, wanted in zip(found, quantize_activations(output), strict=True):
+            assert torch.equal(ours, wanted), config
+
+
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.key)
-def test_steps_in_a_row_are_the_models(shape: DeltaShape) -> None:
+def test_steps_in_a_row_are_the_models(shape: DeltaStepShape) -> None:
     config, state = Config(block_v=16, warps=2), {}
     for step in range(shape.taps + 2):
         inputs = DELTA_STEP.inputs(shape, DEVICE, seed=3) | state
@@ -82,7 +93,7 @@ def test_nothing_left_over_is_read() -> None:
 
 def test_gates_at_their_ends() -> None:
     """Decay 0, decay 1, no update, a zero key: the results are finite and equal the reference."""
-    shape = DeltaShape(2, 4, 16, 16, dtype="float32")
+    shape = DeltaStepShape(2, 4, 16, 16, dtype="float32")
     inputs = DELTA_STEP.inputs(shape, DEVICE, seed=4)
     inputs["a"] = torch.tensor([80.0, -80.0, 0.0, 30.0], device=DEVICE)
     inputs["b"] = torch.tensor([-100.0, 100.0, 0.0, 30.0], device=DEVICE)
@@ -108,7 +119,9 @@ def test_errors_name_the_tensor() -> None:
     assert "on cpu" in wrong(z=torch.empty(64))
     for sizes in ((3, 4, 16, 16), (2, 4, 0, 16), (2, 4, 16, 512)):
         with pytest.raises(ModelError, match="delta net of"):
-            DeltaShape(*sizes).check()
+            DeltaStepShape(*sizes).check()
+    with pytest.raises(ModelError, match="don't divide by 32"):
+        DeltaStepShape(2, 4, 16, 16, quantised=True).check()
 
 
 def test_costs_are_mostly_the_memory() -> None:
@@ -153,7 +166,7 @@ def test_rows_may_lie_apart() -> None:
 def test_chunks_are_the_models_and_go_on_where_a_step_ended() -> None:
     """Run a step at position 0, then chunks from position 1, while the other slots of the ring are still zero."""
     shape = DeltaChunksShape(1, 2, 16, 16, dtype="float32", tokens=66)
-    step = DeltaShape(1, 2, 16, 16, dtype="float32")
+    step = DeltaStepShape(1, 2, 16, 16, dtype="float32")
     one = DELTA_STEP.inputs(step, DEVICE, seed=5) | {"positions": torch.tensor([0], device=DEVICE)}
     one["ring"].zero_(), one["memory"].zero_()
     _, ring, memory = DELTA_STEP.run(step, Config(block_v=16), one)

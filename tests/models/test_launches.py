@@ -26,7 +26,7 @@ DENSE = [
     ["rms_norm", "packed_matmul", *ATTENTION, "packed_matmul", *MLP],
 ]
 HYBRID = [
-    ["rms_norm", "packed_matmul", "delta_net", *QUANTIZED, *MOE],
+    ["rms_norm", "packed_matmul", "delta_net", "packed_matmul", *MOE],
     ["rms_norm", *V_APART, *ATTENTION, *GATED, *MOE],
     ["rms_norm", "packed_matmul", *ATTENTION, *GATED, *MOE],
 ]

@@ -24,6 +24,8 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
+from toolkit.kernels.packed import quantise_groups
+from toolkit.weights.packed import empty_quantized, quantize_activations
 
 KEY_EPS = 1e-6  # of the norm of queries and keys
 INTEGERS = (torch.int32, torch.int64)
@@ -72,11 +74,26 @@ class DeltaShape(Shape):
         return asked
 
 
+@dataclass(frozen=True)
+class DeltaStepShape(DeltaShape):
+    """The shape of a step of one token. With `quantised`, its result is returned in 8 bits, too."""
+
+    quantised: bool = False
+
+    def check(self) -> str:
+        asked = super().check()
+        if self.quantised and self.value_dim % GROUP:
+            found = f"heads of {self.value_dim} don't divide by {GROUP}"
+            raise ModelError(f"{asked}, in 8 bits", found, "Leave out quantised=True")
+        return asked
+
+
+GROUP = 32  # results that share a scale
 KNOWN = {
-    "qwen3.5-35b-a3b delta net": DeltaShape(16, 32, 128, 128),
-    "qwen3.5-35b-a3b delta net, gguf": DeltaShape(16, 32, 128, 128, tiled=True),
-    "qwen3.5-27b delta net": DeltaShape(16, 48, 128, 128),
-    "qwen3.5-122b-a10b delta net": DeltaShape(16, 64, 128, 128),
+    "qwen3.5-35b-a3b delta net": DeltaStepShape(16, 32, 128, 128, quantised=True),
+    "qwen3.5-35b-a3b delta net, gguf": DeltaStepShape(16, 32, 128, 128, tiled=True, quantised=True),
+    "qwen3.5-27b delta net": DeltaStepShape(16, 48, 128, 128, quantised=True),
+    "qwen3.5-122b-a10b delta net": DeltaStepShape(16, 64, 128, 128, quantised=True),
 }
 
 
@@ -86,15 +103,16 @@ class DeltaStep(Kernel):
     Inputs: "qkv" [channels], "z" [value heads * Dv], "b" and "a" [value heads] in the model's dtype, as the input matrices
     return them; "conv" [channels, taps], "decay" (-exp(A_log)), "dt_bias" [value heads] and "norm" [Dv] in fp32; "positions"
     [1] (int32 or int64, on the device), that of the token; "ring" in the model's dtype, where slot p modulo taps holds the
-    input at position p; "memory" in fp32.
+    input at position p; "memory" in fp32. With `quantised` in the shape there are three more results: the output as int8
+    "codes" [value heads * Dv], and fp32 "scales" and "sums" [value heads * Dv / 32] (see `quantize_activations`).
 
     On CUDA, "ring", "memory" and "positions" are read before the launch in front of this one has ended. So it must not write
     them: another launch belongs between two steps on the same memory. In a model, it is the product that makes "qkv".
     """
 
     name = "delta_step"
-    shape_type = DeltaShape
-    lengths = ("key_heads", "value_heads")
+    shape_type = DeltaStepShape
+    lengths = ("key_heads", "value_heads", "quantised")
     known = KNOWN
 
     def space(self, shape: Shape) -> Sequence[Config]:
@@ -111,7 +129,7 @@ class DeltaStep(Kernel):
         return {**random_net(shape, 1, device, seed), "positions": torch.full((1,), 1001, device=device)}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
-        assert isinstance(shape, DeltaShape)
+        assert isinstance(shape, DeltaStepShape)
         ring, slot = inputs["ring"].clone(), inputs["positions"] % shape.taps
         ring.index_copy_(0, slot.long(), inputs["qkv"][None])
         order = (slot + 1 + torch.arange(shape.taps, device=ring.device)) % shape.taps
@@ -121,34 +139,40 @@ class DeltaStep(Kernel):
         known = torch.einsum("hk,hkv->hv", key[0], memory)
         memory = memory + key[0][..., None] * ((value[0] - known) * beta[0][:, None])[:, None]
         found = torch.einsum("hk,hkv->hv", query[0], memory)
-        return gated_norm(shape, found[None], inputs)[0], ring, memory
+        out = gated_norm(shape, found[None], inputs)[0]
+        return out, ring, memory, *(quantize_activations(out) if shape.quantised else ())
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         """Return the results (two are inputs, written in place), the reads of each part of a head, and zeroed arrivals."""
-        assert isinstance(shape, DeltaShape)
+        assert isinstance(shape, DeltaStepShape)
         device, heads, size = inputs["qkv"].device, shape.value_heads, shape.value_heads * shape.value_dim
+        output = torch.empty(size, dtype=shape.torch_dtype, device=device)
+        quantised = empty_quantized(output) if shape.quantised else ()
         return {
-            "output": torch.empty(size, dtype=shape.torch_dtype, device=device),
+            "output": output,
             "ring": inputs["ring"],
             "memory": inputs["memory"],
+            **dict(zip(QUANTISED, quantised, strict=False)),
             "found": torch.empty(size, device=device),
             "arrivals": arrivals(inputs, heads, device),
         }
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
-        assert isinstance(shape, DeltaShape)
+        assert isinstance(shape, DeltaStepShape)
         check_inputs(shape, inputs, wanted_tensors(shape, ()) | {"positions": ((1,), INTEGERS)})
         block = min(config["block_v"], triton.next_power_of_2(shape.value_dim))
         constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": block, "EPS": float(shape.eps)}
+        constants |= {} if shape.quantised else dict.fromkeys(QUANTISED)
         grid = (triton.cdiv(shape.value_dim, block), shape.value_heads)
         return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages, early=True)]
 
     def cost(self, shape: Shape) -> Cost:
         """Count the memory read and written, the ring, and the vectors; 7 operations per number of the memory."""
-        assert isinstance(shape, DeltaShape)
+        assert isinstance(shape, DeltaStepShape)
         heads, size = shape.value_heads, shape.torch_dtype.itemsize
         memory, values = heads * shape.key_dim * shape.value_dim, heads * shape.value_dim
         vectors = size * (2 * shape.channels + 2 * values + 2 * heads) + 4 * (2 * heads + shape.value_dim)
+        vectors += shape.quantised * (values + values // GROUP * 8)
         conv = shape.taps * shape.channels * (4 + size) - shape.channels * size
         return Cost(8 * memory + conv + vectors, 7.0 * memory)
 
@@ -157,10 +181,12 @@ class DeltaStep(Kernel):
         return super().run(shape, config, {**inputs, **{name: inputs[name].clone() for name in ("ring", "memory")}})
 
     def results(self, shape: Shape) -> int:
-        return 3
+        assert isinstance(shape, DeltaStepShape)
+        return 3 + shape.quantised * len(QUANTISED)
 
 
 ROWS = ("qkv", "z", "b", "a")  # what the input matrices return for each token
+QUANTISED = ("codes", "scales", "sums")  # the output in 8 bits
 Wanted = dict[str, tuple[Sequence[int], torch.dtype | tuple[torch.dtype, ...]]]
 
 
@@ -242,7 +268,7 @@ DELTA_STEP = DeltaStep()
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # a part of a longer tensor: it may begin anywhere
 def _step(
-    qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory, output, found, arrivals,
+    qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory, output, codes, scales, sums, found, arrivals,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -298,7 +324,10 @@ def _step(
     tl.store(remembered + values_at, new_value, mask=there)
     at = head * VALUE_DIM + all_columns
     if PARTS == 1:
-        tl.store(output + at, normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty), mask=there)
+        out = normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty)
+        tl.store(output + at, out, mask=there)
+        if codes is not None:
+            _store_quantised(out, codes, scales, sums, head, VALUE_DIM)
     else:
         tl.store(found + head * VALUE_DIM + columns, read, mask=there)
         tl.debug_barrier()  # all threads have written their results before this block signals
@@ -306,7 +335,22 @@ def _step(
             whole = tl.load(found + at, mask=all_columns < VALUE_DIM, other=0, cache_modifier=".cg")
             out = normed(whole, VALUE_DIM, EPS, weight).to(output.dtype.element_ty)
             tl.store(output + at, out, mask=all_columns < VALUE_DIM)
+            if codes is not None:
+                _store_quantised(out, codes, scales, sums, head, VALUE_DIM)
             tl.store(arrivals + head, 0)  # reset for the next launch
+
+
+@triton.jit
+def _store_quantised(out, codes, scales, sums, head, VALUE_DIM: tl.constexpr):
+    """Store the results of a head in 8 bits."""
+    GROUPS: tl.constexpr = VALUE_DIM // 32
+    ROOM: tl.constexpr = out.shape[0] // 32
+    found, scale, total = quantise_groups(tl.reshape(out.to(tl.float32), (ROOM, 32)))
+    group = tl.arange(0, ROOM)
+    at = head * GROUPS + group
+    tl.store(codes + at[:, None] * 32 + tl.arange(0, 32)[None, :], found, mask=group[:, None] < GROUPS)
+    tl.store(scales + at, scale, mask=group < GROUPS)
+    tl.store(sums + at, total, mask=group < GROUPS)
 
 
 @triton.jit

@@ -95,12 +95,13 @@ class DeltaNet(nn.Module):
         qkv, z, b, a = self.inputs(x)
         if at is None:
             before = qkv.new_zeros(len(qkv), self.conv.shape[1] - 1, qkv.shape[-1])
-            found = mix(convolve(torch.cat((before, qkv), 1), self.conv), z, b, a, layer).to(qkv.dtype)
+            found = Operand(mix(convolve(torch.cat((before, qkv), 1), self.conv), z, b, a, layer).to(qkv.dtype))
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, Recurrent)
             held = (at.reach.positions, state.states["conv"], state.states["memory"])
-            found = ops.delta_net(qkv[0], z[0], b[0], a[0], *held, layer)[None]
+            found = ops.delta_net(qkv[0], z[0], b[0], a[0], *held, layer, ops.takes_quantized(self.out.weight))
+            found = Operand(found.plain[None], tuple(part[None] for part in found.quantized))
         out: Tensor = self.out(found)
         return out
 

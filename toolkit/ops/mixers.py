@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, aligned_rows, call, counters, define, launches, on_gpu
+from toolkit.ops.products import Operand, quantizes
 from toolkit.ops.reference.delta_rule import DeltaNetLayer
 from toolkit.ops.reference.delta_rule import delta_net as delta_net_reference
+from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, empty_quantized, quantize_activations
 
 
 def delta_net(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, layer: DeltaNetLayer
-) -> Tensor:
+    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, layer: DeltaNetLayer,
+    quantize: bool = False,
+) -> Operand:  # fmt: skip
     """Run T tokens through the convolution, the gated delta rule and the gated norm of `layer`.
 
     Args:
@@ -26,6 +30,7 @@ def delta_net(
         positions: [T] int64, the positions of the tokens.
         ring: [taps, channels], the last inputs of the convolution. Updated in place.
         memory: [value heads, Dk, Dv] in fp32, the state of the delta rule. Updated in place.
+        quantize: Whether to quantize the result of one token in the same launch, if packed products would do so.
 
     Returns [T, value heads * Dv] in the dtype of `qkv`. On CUDA, the launch in front of this one must not write positions, ring
     or memory, because one token's are read before it has ended. In a model, it is the product that makes `qkv`.
@@ -35,27 +40,33 @@ def delta_net(
     rough = qkv.shape[0] > 1 and qkv.dtype == torch.float32
     weights = (layer.conv, layer.decay, layer.dt_bias, layer.norm)
     if rough or layer.key_dim > 256 or memory.shape[2] > 256 or not on_gpu(qkv, z, b, a, *states, *weights):
-        return delta_net_reference(qkv, z, b, a, *states, layer)
-    rows = map(aligned if qkv.shape[0] == 1 else aligned_rows, (qkv, z, b, a))
-    return call("delta_net", *rows, *states, *layer)  # type: ignore[no-any-return]
+        return Operand(delta_net_reference(qkv, z, b, a, *states, layer))
+    one = qkv.shape[0] == 1
+    rows = map(aligned if one else aligned_rows, (qkv, z, b, a))
+    quantize = quantize and one and memory.shape[2] % ACTIVATIONS_PER_SCALE == 0 and quantizes(z)
+    out, *quantized = call("delta_net", *rows, *states, *layer, quantize)
+    return Operand(out, tuple(quantized))
 
 
 def _reference(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, *flat: Any
-) -> Tensor:
-    return delta_net_reference(qkv, z, b, a, positions, ring, memory, DeltaNetLayer(*flat))
+    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, *rest: Any
+) -> list[Tensor]:
+    *flat, quantize = rest
+    out = delta_net_reference(qkv, z, b, a, positions, ring, memory, DeltaNetLayer(*flat))
+    return [out, *(quantize_activations(out) if quantize else ())]
 
 
-def _delta_shape(qkv: Tensor, z: Tensor, *rest: Any) -> Tensor:
-    return z.new_empty(z.shape)
+def _delta_shape(qkv: Tensor, z: Tensor, *rest: Any) -> list[Tensor]:
+    return [z.new_empty(z.shape), *(empty_quantized(z) if rest[-1] else ())]
 
 
 def _delta_problem(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, *flat: Any
+    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, *rest: Any
 ) -> Problem:
-    from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
+    from toolkit.kernels.delta_rule import DELTA_STEP, DeltaStepShape
     from toolkit.kernels.delta_rule_chunks import DELTA_CHUNKS, DeltaChunksShape
 
+    *flat, quantize = rest
     layer = DeltaNetLayer(*flat)
     heads, _, value_dim = memory.shape
     about = (layer.key_heads, heads, layer.key_dim, value_dim, layer.conv.shape[1], layer.tiled, dtype_name(qkv.dtype))
@@ -65,13 +76,17 @@ def _delta_problem(
     if qkv.shape[0] > 1:
         return DELTA_CHUNKS, DeltaChunksShape(*about, repr(layer.eps), tokens=qkv.shape[0]), {**rows, **inputs}
     one = {name: t[0] for name, t in rows.items()}
-    return DELTA_STEP, DeltaShape(*about, repr(layer.eps)), {**one, **inputs, "arrivals": counters(qkv, heads)}
+    return DELTA_STEP, DeltaStepShape(*about, repr(layer.eps), quantize), {**one, **inputs, "arrivals": counters(qkv, heads)}
 
 
 define(
     "delta_net(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor positions, Tensor(a!) ring, Tensor(b!) memory, "
-    "Tensor conv, Tensor decay, Tensor dt_bias, Tensor norm, int key_heads, int key_dim, bool tiled, float eps) -> Tensor",
-    _reference, _delta_shape, _delta_problem, lambda outputs, qkv: outputs["output"].view(qkv.shape[0], -1),
+    "Tensor conv, Tensor decay, Tensor dt_bias, Tensor norm, int key_heads, int key_dim, bool tiled, float eps, "
+    "bool quantize) -> Tensor[]",
+    _reference, _delta_shape, _delta_problem,
+    lambda outputs, qkv: [
+        outputs[name].view(qkv.shape[0], -1) for name in ("output", "codes", "scales", "sums") if name in outputs
+    ],
 )  # fmt: skip
 
 
@@ -79,13 +94,13 @@ CHUNK, CHUNK_FLOOR = 64, 38.0  # tokens whose updates are solved together, and t
 
 
 @rule("toolkit::delta_net")
-def _delta_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+def _delta_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
     """Return one kernel for one token, three for more; the memory is read and written once.
 
     Several tokens are processed in chunks, one after the other.
     """
     qkv, memory, conv = args[0], args[6], args[7]
-    moved = nbytes(qkv) + 3 * nbytes(out) + nbytes(conv) + 2 * nbytes(memory)
+    moved = nbytes(qkv) + 2 * nbytes(out[0]) + sum(map(nbytes, out)) + nbytes(conv) + 2 * nbytes(memory)
     flops = 7.0 * qkv.shape[0] * memory.numel()
     if qkv.shape[0] == 1:
         return launches("delta_net", 1, moved, flops, floor=3.2)
