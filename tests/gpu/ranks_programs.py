@@ -29,7 +29,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 from toolkit.loading.loader import load
 from toolkit.ops import exchange
-from toolkit.ops.collectives import all_gather, all_reduce
+from toolkit.ops.collectives import all_gather, all_reduce, share_of
 from toolkit.ops.define import record_problems
 from toolkit.trace.columns import KINDS
 from toolkit.weights.packed import PackedMatrix
@@ -150,7 +150,10 @@ def random_matrix(n, k, scheme, device):
 
 
 def products(device):
-    """Sums of products, which send their results, next to sums of their results; eagerly and in a graph, with late ranks."""
+    """Sums of products, which send their results, and norms of such sums, next to those of sums of results.
+
+    Eagerly and in a graph, with late ranks.
+    """
     shard, wrong = current(), []
     with torch.no_grad():
         matrices = {
@@ -159,17 +162,39 @@ def products(device):
         cases = [(m, dtype, key) for key in matrices for dtype in (torch.bfloat16, torch.float32) for m in (1, 3, 8)]
         given = [part(shard.rank, (m, 512), dtype, i).to(device.torch) for i, (m, dtype, _) in enumerate(cases)]
 
-        def all_sums():
-            return [ops.matmul_sum(x, matrices[key], shard.ranks) for x, (*_, key) in zip(given, cases, strict=True)]
+        weights = {
+            (n, dtype): part(0, (n,), dtype, n).to(device.torch)
+            for n in (5, 96, 2048, 5376)
+            for dtype in (torch.bfloat16, torch.float32)
+        }
 
-        shares = [ops.matmul(x, matrices[key]) for x, (*_, key) in zip(given, cases, strict=True)]
-        wanted = [ops.all_reduce(share, shard.ranks) for share in shares]
+        def norm_of(x, n):
+            weight = weights[n, torch.float32]
+            return ops.add_norm(weights[n, share_of(x).dtype].view(1, n), x, weight, 1e-6, weight if n == 96 else None)
+
+        def all_sums():
+            found = []
+            for x, (m, _, key) in zip(given, cases, strict=True):
+                found.append(ops.matmul_sum(x, matrices[key], shard.ranks))
+                if m == 1:
+                    normed, total = norm_of(ops.matmul_partial(x, matrices[key], shard.ranks), key[0])
+                    found += [normed.plain, total]
+            return found
+
+        wanted, names = [], []
+        for x, case in zip(given, cases, strict=True):
+            wanted.append(ops.all_reduce(ops.matmul(x, matrices[case[-1]]), shard.ranks))
+            names.append(f"{case}")
+            if case[0] == 1:
+                normed, total = norm_of(wanted[-1], case[-1][0])
+                wanted += [normed.plain, total]
+                names += [f"norm, {case}", f"residual, {case}"]
         for i in range(40):
             if i % 4 == 2 * (shard.rank % 2):
                 torch.cuda._sleep(200_000)
-            for found, right, case in zip(all_sums(), wanted, cases, strict=True):
+            for found, right, name in zip(all_sums(), wanted, names, strict=True):
                 if not torch.equal(found, right):
-                    wrong.append(f"eager: {case} in round {i}")
+                    wrong.append(f"eager: {name} in round {i}")
         found = [torch.empty_like(right) for right in wanted]
 
         def step():
@@ -184,9 +209,9 @@ def products(device):
             graph.replay()
         torch.cuda.synchronize()
         wrong += [
-            f"graph: {case}" for one, right, case in zip(found, wanted, cases, strict=True) if not torch.equal(one, right)
+            f"graph: {name}" for one, right, name in zip(found, wanted, names, strict=True) if not torch.equal(one, right)
         ]
-    sent = [exchange.targets(device.torch, n_bytes) != [] for n_bytes in (2, exchange.SENT_BYTES, exchange.SENT_BYTES + 2)]
+    sent = [exchange.can_send(device.torch, n_bytes) for n_bytes in (2, exchange.SENT_BYTES, exchange.SENT_BYTES + 2)]
     return {"wrong": wrong[:9], "sent": sent, "bits": [bits(right) for right in wanted]}
 
 

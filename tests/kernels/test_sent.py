@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.kernels.base import Launch
+from toolkit.kernels.base import Kernel, Launch, Shape
 from toolkit.kernels.exchange import SENT_BLOCK, Inbox, in_memory, memory_words, send, sum_of_sent, targets_of
+from toolkit.kernels.moe import MOE_STEP, MoeShape
+from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BITS = {
@@ -22,8 +24,13 @@ BITS = {
 @triton.jit
 def _send_all(x_ptr, n, targets_ptr, counts_ptr, BLOCK: tl.constexpr, RANKS: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    targets = targets_of(targets_ptr, counts_ptr, i, i < n, x_ptr.dtype.element_ty, RANKS)
+    targets = targets_of(targets_ptr, counts_ptr, i, x_ptr.dtype.element_ty, RANKS)
     send(tl.load(x_ptr + i, mask=i < n, other=0.0), targets, i < n)
+
+
+def _send(box: Inbox, x: Tensor) -> None:
+    given = {"x_ptr": x, "n": x.numel(), "targets_ptr": box.sent.targets, "counts_ptr": box.sent.counts}
+    Launch(_send_all, (-(-x.numel() // 256),), given, {"BLOCK": 256, "RANKS": box.ranks}).run()
 
 
 def boxes_of(ranks: int) -> tuple[list[Tensor], list[Inbox]]:
@@ -42,14 +49,58 @@ def test_all_values_arrive_in_any_size_and_dtype(ranks: int) -> None:
         drawn = [torch.randint(len(special), (n,), generator=made) for _ in range(ranks)]
         shares = [torch.tensor(special, dtype=bits)[each].view(dtype).to(DEVICE) for each in drawn]
         for box, x in zip(boxes, shares, strict=True):
-            given = {"x_ptr": x, "n": n, "targets_ptr": box.sent.targets, "counts_ptr": box.sent.counts}
-            Launch(_send_all, (-(-n // 256),), given, {"BLOCK": 256, "RANKS": ranks}).run()
+            _send(box, x)
         wanted = sum((x.float() for x in shares), torch.zeros(n, device=DEVICE)).to(dtype)
         for box, x in zip(boxes, shares, strict=True):
-            out = x.clone() if number % 2 else torch.empty_like(x)
-            sum_of_sent(box, out if number % 2 else x, out).run()  # in place, too
+            out = torch.empty_like(x)
+            sum_of_sent(box, out).run()
             real = ~wanted.isnan()
             assert out.isnan().equal(wanted.isnan())
             assert out[real].view(bits).equal(wanted[real].view(bits))
     assert not any(box.sent.words.any() for box in boxes)
     assert not any(each[: boxes[0].words.numel()].any() for each in memory)  # the other part is not touched
+
+
+RECEIVERS = (
+    (RMS_NORM, NormShape(1, 96, "add_norm", quantised=True)),
+    (MOE_STEP, MoeShape(96, 64, 8, 2, scheme="int8-g32", down="int8-g32")),
+    (RMS_NORM, NormShape(1, 1504, "norm_add_norm", scaled=True)),
+    (RMS_NORM, NormShape(1, 96, "norm_add", dtype="float32")),
+)
+
+
+def _run(kernel: Kernel, shape: Shape, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    outputs = kernel.outputs(shape, inputs)
+    for launch in kernel.launches(shape, kernel.space(shape)[0], inputs, outputs):
+        launch.run()
+    return outputs
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_norms_and_experts_receive_what_products_sent(ranks: int) -> None:
+    """Their results are those for the sum, bit for bit; sums alone, of several blocks, may come between them."""
+    _, boxes = boxes_of(ranks)
+    for number in range(9):
+        kernel, shape = RECEIVERS[number % len(RECEIVERS)]
+        inputs = kernel.inputs(shape, DEVICE, number)
+        # Whole numbers: the interpreter doesn't round to the nearest bf16.
+        shares = [kernel.inputs(shape, DEVICE, 9 * number + rank)["x"].mul(9).round() for rank in range(ranks)]
+        for box, x in zip(boxes, shares, strict=True):
+            _send(box, x)
+        total = sum((x.float() for x in shares), torch.zeros_like(shares[0], dtype=torch.float32)).to(shares[0].dtype)
+        wanted = _run(kernel, shape, {**inputs, "x": total})
+        for box in boxes:
+            found = _run(
+                kernel, shape, {**inputs, "x": torch.empty_like(total), "words": box.sent.words, "counts": box.sent.counts}
+            )
+            names = ("output", "residual") if kernel is MOE_STEP else (*wanted,)
+            assert [name for name in names if not found[name].equal(wanted[name])] == [], (number, kernel.name)
+        if number % 2:
+            many = torch.full((1500,), float(number), device=DEVICE)
+            for box in boxes:
+                _send(box, many)
+            for box in boxes:
+                sum_of_sent(box, out := torch.empty_like(many)).run()
+                assert out.equal(many * ranks)
+    assert not any(box.sent.words.any() for box in boxes)
+    assert {int(count) for box in boxes for count in box.sent.counts} == {13}

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from toolkit.kernels import exchange as kernels
-from toolkit.ops import exchange
+from toolkit.ops import Partial, collectives, exchange
 
 
-def test_without_memory_for_a_sum_what_was_sent_is_taken_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a later sum would take it."""
-    ran: list[tuple[Tensor, Tensor]] = []
+def test_without_memory_for_an_operation_what_was_sent_is_taken_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a later operation would take it."""
+    ran: list[Tensor] = []
 
-    def no_memory(x: Tensor) -> Tensor:
+    def no_memory(inbox: Sequence[Tensor]) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def sum_of_sent(inbox: Any, x: Tensor, out: Tensor) -> Any:
-        return SimpleNamespace(run=lambda: ran.append((x, out)))
+    monkeypatch.setattr(collectives, "_launches_directly", lambda share: True)
+    monkeypatch.setattr(exchange, "all_reduce_sent", lambda share, ranks: ran.append(share))
+    monkeypatch.setattr(exchange, "announce", lambda share, ranks: None)
+    x = torch.ones(1, 5)
+    partial = Partial(x, 2, True, (torch.zeros(1), torch.zeros(1)))
+    with pytest.raises(torch.OutOfMemoryError):
+        partial.taken_by(no_memory)
+    assert list(map(id, ran)) == [id(x)]
+    assert partial.sum() is x
+    assert len(ran) == 1, "it is taken once"
 
-    monkeypatch.setattr(exchange, "links", lambda device: SimpleNamespace(inbox=SimpleNamespace(rank=0)))
-    monkeypatch.setattr(exchange, "_run", lambda launch, note, key: launch.run())
-    monkeypatch.setattr(kernels, "sum_of_sent", sum_of_sent)
-    monkeypatch.setattr(torch, "empty_like", no_memory)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    x = torch.ones(5)
-    for sent in (False, True):
-        with pytest.raises(torch.OutOfMemoryError):
-            exchange.all_reduce(x, 2, sent)
-    assert ran == [(x, x)]
+    partial = Partial(x, 2, True, (torch.zeros(1), torch.zeros(1)))
+    assert partial.taken_by(lambda inbox: len(inbox)) == 2
+    assert not partial.is_received
+    assert len(ran) == 1

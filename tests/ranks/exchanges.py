@@ -64,11 +64,15 @@ def sums(folder: str, ranks: int, rounds: int) -> list[str]:
 
 
 def sent(folder: str, ranks: int, rounds: int) -> list[str]:
-    """Sum what products send, with random pauses. Return the products whose sum isn't that of `all_reduce`, bit for bit."""
+    """Sum what products send, with random pauses. Return the products whose sum isn't that of their results, bit for bit.
+
+    Every other sum is computed by a norm, if it is a single row.
+    """
     box, wrong = inbox(folder, ranks), []
     from toolkit.kernels import exchange
     from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
     from toolkit.kernels.moe import MOE_STEP, MoeShape
+    from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 
     problems = (
         (INT4_MATMUL, MatmulShape(n=70, k=256, m=3)),
@@ -80,20 +84,35 @@ def sent(folder: str, ranks: int, rounds: int) -> list[str]:
     pause, done = random.Random(box.rank), []
     for number in range(rounds):
         kernel, shape = problems[number % 4]
+        result = "out" if kernel is INT4_MATMUL else "output"
         inputs = kernel.inputs(shape, "cpu", ranks * number + box.rank)
-        inputs |= {"targets": box.sent.targets, "counts": box.sent.counts}
-        outputs = kernel.outputs(shape, inputs)
+        own = run(kernel, shape, inputs)[result]
         if pause.random() < 0.5:
             time.sleep(pause.random() / 200)
-        for launch in kernel.launches(shape, kernel.space(shape)[-1], inputs, outputs):
-            launch.run()
-        own = outputs["out" if kernel is INT4_MATMUL else "output"]
-        found = torch.empty_like(own)
-        exchange.sum_of_sent(box, own, found).run()
-        done.append((f"{kernel.name} {number}", own, found))
-    for name, own, found in done:
+        found = run(kernel, shape, inputs | {"targets": box.sent.targets, "counts": box.sent.counts})[result]
+        norm, given = None, {}
+        if own.numel() == own.shape[-1] and number % 8 < 4:
+            norm = NormShape(1, own.numel(), "add_norm", dtype=str(own.dtype).removeprefix("torch."))
+            given = RMS_NORM.inputs(norm, "cpu", number)
+            given |= {"x": found.view(1, -1), "words": box.sent.words, "counts": box.sent.counts}
+            found = run(RMS_NORM, norm, given)["out"]
+        else:
+            exchange.sum_of_sent(box, found).run()
+        done.append((f"{kernel.name} {number}", own, found, norm, given))
+    for name, own, found, norm, given in done:
         wanted = torch.empty_like(own)
         exchange.all_reduce(box, own, wanted).run()
-        if not torch.equal(found, wanted) or torch.equal(found, own):
+        if norm is not None:
+            inputs = {key: given[key] for key in ("weight", "residual")}
+            wanted = run(RMS_NORM, norm, inputs | {"x": wanted.view(1, -1)})["out"]
+        if not torch.equal(found, wanted) or torch.equal(found.view(own.shape), own):
             wrong.append(name)
     return wrong
+
+
+def run(kernel: Any, shape: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run a kernel with its last config, and return its outputs."""
+    outputs: dict[str, Tensor] = kernel.outputs(shape, inputs)
+    for launch in kernel.launches(shape, kernel.space(shape)[-1], inputs, outputs):
+        launch.run()
+    return outputs

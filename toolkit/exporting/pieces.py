@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from toolkit import ops
 from toolkit.models.cache import Cache, Reach, Ring
 from toolkit.models.layers import Residual, RMSNorm
 from toolkit.models.model import CausalLM
@@ -297,7 +298,7 @@ class _Run(nn.Module):
         if borrowed:
             at.lent[source] = tuple(borrowed)
         out = torch.func.functional_call(called, own, ("layer", piece.layer, residual, at, *own_input))
-        return out.x, out.added, *([] if borrowed else lent_by(piece.layer, at))
+        return out.x, ops.whole(out.added), *([] if borrowed else lent_by(piece.layer, at))
 
 
 class _Called(nn.Module):

@@ -20,6 +20,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
+from toolkit.kernels.exchange import send, sending, targets_of
 from toolkit.kernels.packed import randomize, unpack_scales
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import SCHEMES, Scheme, find_scheme
@@ -30,7 +31,8 @@ class EmbedShape(Shape):
     """`tokens` rows of a table [vocab, hidden], in `dtype`.
 
     `table` is the dtype of a plain table, which must be `dtype`, or the name of a scheme. `scale` multiplies the rows after
-    they are rounded to `dtype`. It is text because a shape holds no floats.
+    they are rounded to `dtype`. It is text because a shape holds no floats. Unless `first` is -1, the table is a part of a
+    longer one and begins at that row of it. The rows that it doesn't hold are zeros.
     """
 
     tokens: int
@@ -39,6 +41,7 @@ class EmbedShape(Shape):
     table: str = "bfloat16"
     scale: str = "1.0"
     dtype: str = "bfloat16"
+    first: int = -1
 
     def __post_init__(self) -> None:
         asked = f"rows of {self.hidden:,} in {self.dtype} from a table in {self.table}"
@@ -65,14 +68,15 @@ class EmbedShape(Shape):
 class EmbedRows(Kernel):
     """Row ids[t] of a table, for every t.
 
-    Inputs: ids int64 [tokens], each below `vocab`, and the table [vocab, hidden] or its parts (see `PackedMatrix`). Result:
-    out [tokens, hidden]. Raises ModelError for tensors with another shape, dtype or device, or that are not contiguous and
-    aligned.
+    Inputs: ids int64 [tokens], each below `vocab` if the table is whole, and the table [vocab, hidden] or its parts (see
+    `PackedMatrix`). Result: out [tokens, hidden]. With inputs "targets" and "counts" (see `toolkit.kernels.exchange.Sent`) it
+    is sent to all ranks instead of written. Raises ModelError for tensors with another shape, dtype or device, or that are not
+    contiguous and aligned.
     """
 
     name: ClassVar[str] = "embed_rows"
     shape_type: ClassVar[type[Shape]] = EmbedShape
-    lengths = ("tokens", "vocab")
+    lengths = ("tokens", "vocab", "first")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b": EmbedShape(1, 262144, 5376, "q6_k", scale="73.5"),
         "gemma4-31b, 512 tokens": EmbedShape(512, 262144, 5376, "q6_k", scale="73.5"),
@@ -99,9 +103,12 @@ class EmbedRows(Kernel):
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, EmbedShape)
-        parts = {name: inputs[name].index_select(0, inputs["ids"]) for name in shape.parts()}
+        own = inputs["ids"] - max(shape.first, 0)
+        held = own.clamp(0, shape.vocab - 1)
+        parts = {name: inputs[name].index_select(0, held) for name in shape.parts()}
         rows = dequantize(shape.scheme, parts, DTYPES[shape.dtype]) if shape.scheme else parts["table"]
-        return (rows if float(shape.scale) == 1.0 else rows * float(shape.scale),)
+        rows = rows if float(shape.scale) == 1.0 else rows * float(shape.scale)
+        return (rows.masked_fill((own != held)[:, None], 0),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, EmbedShape)
@@ -115,8 +122,11 @@ class EmbedRows(Kernel):
             check_tensor(self.name, name, inputs[name], size, dtype, ids)
         check_tensor(self.name, "out", outputs["out"], (shape.tokens, shape.hidden), DTYPES[shape.dtype], ids)
         arguments = {"ids_ptr": ids, "out_ptr": outputs["out"], **_pointers(shape, inputs), "scale": float(shape.scale)}
+        to, ranks = sending(inputs)
+        arguments |= {"first": shape.first if shape.first >= 0 else None, **to}  # type: ignore[dict-item]
         constants = {
             "HIDDEN": shape.hidden, "SCALED": float(shape.scale) != 1.0, "BLOCK": config["block"], **_constants(shape.scheme),
+            "VOCAB": shape.vocab if shape.first >= 0 else 0, **ranks,
         }  # fmt: skip
         grid = (shape.tokens, triton.cdiv(shape.hidden, config["block"]))
         return [Launch(_embed_kernel, grid, arguments, constants, config.warps, config.stages, early=True)]
@@ -206,21 +216,36 @@ def _weights(
 
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])  # a part of a longer tensor: it may begin anywhere
 def _embed_kernel(
-    ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, scale,
+    ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, scale, first,
+    targets_ptr, counts_ptr,
     HIDDEN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, VOCAB: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one row per program."""
+    """BLOCK columns of one row per program. If VOCAB is not 0, the table holds only so many rows, from `first` on."""
     take_turn()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * HIDDEN + k
+    targets = ()
+    if RANKS > 1:
+        targets = targets_of(targets_ptr, counts_ptr, at, out_ptr.dtype.element_ty, RANKS)
+    token = tl.load(ids_ptr + row)
+    held = token
+    if VOCAB > 0:
+        token -= first
+        held = tl.minimum(tl.maximum(token, 0), VOCAB - 1)
     values = _weights(
-        codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, tl.load(ids_ptr + row),
+        codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, held,
         tl.minimum(k, HIDDEN - 1), HIDDEN, BITS, GROUP, STEPS, OFFSET, CENTRE,
     ).to(out_ptr.dtype.element_ty)  # fmt: skip
     if SCALED:
         values = (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * HIDDEN + k, values, mask=k < HIDDEN)
+    if VOCAB > 0:
+        values = tl.where(token == held, values, 0.0).to(out_ptr.dtype.element_ty)
+    if RANKS > 1:
+        send(values, targets, k < HIDDEN)
+    else:
+        tl.store(out_ptr + at, values, mask=k < HIDDEN)
 
 
 EMBED_ROWS = EmbedRows()

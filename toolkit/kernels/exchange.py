@@ -13,16 +13,17 @@ whole block, also where the tensor has ended, and all ranks launch the same numb
 The launch that follows begins during the exchange, so that the next product loads its matrix while this one waits. It begins
 only when the launch in front of the exchange has ended. When it began earlier, Qwen3.5-35B-A3B decoded 1 % slower on two H100s.
 
-Products of decode steps send their results themselves (`targets_of`, `send`), into another part of the memory. The launch after
-such a product only waits for the results of the other ranks, and adds them up (`sum_of_sent`). In this part of the memory, 0
-means that a value has not arrived. A value is sent with its sign bit flipped, and -0.0 as 0.0, so that no value is 0. What has
-read a value puts the 0 back. A product may write to a place again, because every other rank has emptied it before its own last
-product began, and this rank has read the result of that product.
+Products of decode steps send their results themselves (`targets_of`, `send`), to all ranks including their own, into another
+part of the memory. The launch that needs the sum receives the results, and adds them up: a norm, the start of a mixture of
+experts, or, where neither follows, a launch for the sum alone (`sum_of_sent`). In this part of the memory, 0 means that a value
+has not arrived. A value is sent with its sign bit flipped, and -0.0 as 0.0, so that no value is 0. What was read is emptied,
+which means set to 0 again. A product may write to a place again, because every other rank has emptied it before its own last
+product began, and this rank has received the result of that product. `docs/guides/ranks.md` has measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +42,21 @@ MOST_BLOCKS = MOST_BYTES // WORD_BYTES // BLOCK_WORDS
 PLACES = 2
 SENT_BYTES = tl.constexpr(1 << 17)  # of a tensor that a product sends, at most
 SENT_BLOCK = tl.constexpr(1 << 10)  # bytes of it that a block of `sum_of_sent` adds up
+SENT_COUNTS = tl.constexpr(SENT_BYTES.value // SENT_BLOCK.value)
+OF_SENT = "one_shot_all_reduce_of_sent"  # the names of launches that receive begin with it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POLLS = tl.constexpr(1 << 30)  # then the launch fails: after ten minutes or more
 
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """The memory by which products send their results to the other ranks of a group.
+    """The memory by which products send their results to all ranks of a group.
 
     Attributes:
-        words: int64 [PLACES, ranks, SENT_BYTES / 8], which the other ranks write to; zeros at first.
-        targets: int64 [ranks - 1], addresses in the `words` of each other rank, where this rank writes.
-        counts: int32 [SENT_BYTES / SENT_BLOCK], how many sums each block has made; zeros at first.
+        words: int64 [PLACES, ranks, SENT_BYTES / 8], which all ranks write to; zeros at first.
+        targets: int64 [ranks], addresses in the `words` of each rank, where this rank writes.
+        counts: int32 [SENT_COUNTS], how many results were received; zeros at first. All are equal, except during a launch of
+            `sum_of_sent`, of which each block has a count of its own.
     """
 
     words: Tensor
@@ -92,7 +96,7 @@ def memory_words(ranks: int) -> int:
 def _sizes(ranks: int) -> tuple[int, ...]:
     """Return the sizes of the parts of that memory in int64 words: words and counts of the `Inbox`, those of its `Sent`."""
     words, sent = PLACES * ranks * MOST_BLOCKS * BLOCK_WORDS, PLACES * ranks * SENT_BYTES.value // 8
-    return words, MOST_BLOCKS // 2, sent, SENT_BYTES.value // SENT_BLOCK.value // 2
+    return words, MOST_BLOCKS // 2, sent, SENT_COUNTS.value // 2
 
 
 def in_memory(rank: int, memory: Tensor, addresses: Tensor) -> Inbox:
@@ -102,8 +106,8 @@ def in_memory(rank: int, memory: Tensor, addresses: Tensor) -> Inbox:
     """
     ranks = len(addresses)
     words, counts, sent, sent_counts = memory.split(_sizes(ranks))
-    others = (rank + torch.arange(1, ranks, device=addresses.device)) % ranks  # each rank begins with another
-    targets = addresses[others] + 8 * (words.numel() + counts.numel()) + rank * SENT_BYTES.value
+    order = (rank + torch.arange(1, ranks + 1, device=addresses.device)) % ranks  # each rank begins with another
+    targets = addresses[order] + 8 * (words.numel() + counts.numel()) + rank * SENT_BYTES.value
     found = Sent(sent.view(PLACES, ranks, -1), targets, sent_counts.view(torch.int32))
     return Inbox(rank, words.view(PLACES, ranks, -1), addresses, counts.view(torch.int32), found)
 
@@ -128,26 +132,40 @@ def all_gather(inbox: Inbox, x: Tensor, sizes: Sequence[int], out: Tensor) -> La
     return _launch(one_shot_all_gather, arguments, inbox, x, rows * max(sizes), BOUNDS=bounds)
 
 
-def sum_of_sent(inbox: Inbox, x: Tensor, out: Tensor) -> Launch:
-    """Return the launch that writes to `out` the sum of `x`, which a product has sent, and of what the other ranks have sent.
+def sum_of_sent(inbox: Inbox, out: Tensor) -> Launch:
+    """Return the launch that writes to `out`, contiguous, the sum of the results that products of all ranks have sent.
 
-    `out` may be `x`. The bits are those of `all_reduce`.
+    Those have the shape and the dtype of `out`. The bits are those of `all_reduce`.
     """
-    arguments = {"x_ptr": x, "out_ptr": out, "n": x.numel(), "words_ptr": inbox.sent.words, "counts_ptr": inbox.sent.counts}
-    arguments["rank"] = inbox.rank
-    constants = {"RANKS": inbox.ranks, "ROOM": SENT_BYTES.value // x.itemsize, "BLOCK": SENT_BLOCK.value // x.itemsize}
-    grid = (-(-x.nbytes // SENT_BLOCK.value),)
+    arguments = {"out_ptr": out, "n": out.numel(), "words_ptr": inbox.sent.words, "counts_ptr": inbox.sent.counts}
+    constants = {"RANKS": inbox.ranks, "BLOCK": SENT_BLOCK.value // out.itemsize}
+    grid = (-(-out.nbytes // SENT_BLOCK.value),)
     return Launch(one_shot_all_reduce_of_sent, grid, arguments, constants, warps=4, early=True)
 
 
-def sending(inputs: Mapping[str, Tensor], targets: str, counts: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def sending(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the arguments and the constants of a launch that sends its result if its kernel has the inputs for that.
 
-    Those are "targets" and "counts" of a `Sent`; `targets` and `counts` are the names of the launch's arguments.
+    Those are "targets" and "counts" of a `Sent`.
     """
     if "targets" not in inputs:
-        return {}, {targets: None, counts: None, "RANKS": 1}
-    return {targets: inputs["targets"], counts: inputs["counts"]}, {"RANKS": 1 + len(inputs["targets"])}
+        return {}, {"targets_ptr": None, "counts_ptr": None, "RANKS": 1}
+    return {f"{name}_ptr": inputs[name] for name in ("targets", "counts")}, {"RANKS": len(inputs["targets"])}
+
+
+def receiving(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the arguments and the constants of a launch that receives an input if its kernel has the inputs for that.
+
+    Those are "words" and "counts" of a `Sent`.
+    """
+    if "words" not in inputs:
+        return {}, {"words_ptr": None, "counts_ptr": None, "RANKS": 1}
+    return {f"{name}_ptr": inputs[name] for name in ("words", "counts")}, {"RANKS": inputs["words"].shape[1]}
+
+
+def named(name: str) -> Callable[[Any], str]:
+    """Return what names the compiled code of a kernel: `name`; for launches that receive, the name says that, too."""
+    return lambda given: f"{OF_SENT}_{name.strip('_')}" if given.constants["RANKS"] > 1 else name
 
 
 def _inbox_arguments(inbox: Inbox) -> dict[str, Any]:
@@ -277,23 +295,22 @@ def _fail_if(missing):
 
 
 @triton.jit
-def targets_of(targets_ptr, counts_ptr, at, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
-    """Return the pointers by which a product sends the values `at` of its result to the other ranks, a tuple.
+def targets_of(targets_ptr, counts_ptr, at, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Return the pointers by which a product sends the values `at` of its result to all ranks, a tuple.
 
     Call it after the launch's turn, and long before `send`, so that nothing waits for what it loads.
     """
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
-    number = tl.load(counts_ptr + at // (SENT_BLOCK // SIZE), mask=inside, other=0)
-    offset = (number & 1).to(tl.int64) * (RANKS * SENT_BYTES // SIZE) + at
+    offset = (tl.load(counts_ptr) & 1) * (RANKS * SENT_BYTES // SIZE) + at
     found = ()
-    for i in tl.static_range(RANKS - 1):
+    for i in tl.static_range(RANKS):
         found = found + (tl.load(targets_ptr + i).to(tl.pointer_type(_bits_of(dtype))) + offset,)  # noqa: RUF005
     return found
 
 
 @triton.jit
 def send(value, targets, inside):
-    """Write values, in the dtype of the result, to the other ranks."""
+    """Write values, in the dtype of the result, to all ranks."""
     bits = value.to(_bits_of(value.dtype), bitcast=True)
     sign: tl.constexpr = -(1 << (value.dtype.primitive_bitwidth - 1))
     sent = tl.where(bits == sign, 0, bits) ^ sign
@@ -307,39 +324,98 @@ def _bits_of(dtype):
 
 
 @triton.jit
-def one_shot_all_reduce_of_sent(
-    x_ptr, out_ptr, n, words_ptr, counts_ptr, rank, RANKS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def one_shot_all_reduce_of_sent(out_ptr, n, words_ptr, counts_ptr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     take_turn()
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     block = tl.program_id(0)
     number = tl.load(counts_ptr + block)
     i = block * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    own = tl.load(x_ptr + i, mask=inside, other=0.0).to(_bits_of(DTYPE), bitcast=True)
-    words = words_ptr.to(tl.pointer_type(_bits_of(DTYPE))) + (number & 1) * (RANKS * ROOM) + i
-    total = tl.zeros((BLOCK,), tl.float32)
-    for sender in tl.static_range(RANKS):
-        bits = own
-        if sender != rank:
-            bits = _taken(words + sender * ROOM, inside)
-        total += bits.to(DTYPE, bitcast=True).to(tl.float32)
-    tl.store(out_ptr + i, total, mask=inside)
-    tl.store(counts_ptr + block, number + 1)
+    place = place_of(words_ptr, number, i, out_ptr.dtype.element_ty, RANKS)
+    tl.store(out_ptr + i, received(place, i < n, out_ptr.dtype.element_ty, RANKS), mask=i < n)
+    empty(place, i < n, RANKS)
+    end = tl.where(block == tl.num_programs(0) - 1, SENT_COUNTS, block + 1)  # the last block counts for those that don't run
+    count = tl.arange(0, SENT_COUNTS)
+    tl.store(counts_ptr + count, tl.zeros_like(count) + number + 1, mask=(count >= block) & (count < end))
 
 
 @triton.jit
-def _taken(pointers, inside):
-    """Wait until all values at `pointers` have arrived, and return their bits. Make room for the next ones."""
-    sent = tl.load(pointers, mask=inside, other=1, volatile=True)
-    missing = tl.max((sent == 0).to(tl.int32))
+def place_of(words_ptr, number, at, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Return pointers to where the values `at` of result `number` arrive from rank 0."""
+    return words_ptr.to(tl.pointer_type(_bits_of(dtype))) + (number & 1) * (RANKS * _room(dtype)) + at
+
+
+@triton.jit
+def received(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until the values at `place` have arrived from all ranks, and return their sum, fp32.
+
+    It is computed in the order of the ranks. Call it after the launch's turn.
+    """
+    bits = _loaded(place, inside, RANKS)
+    missing = _missing(bits)
     polls = 0
     while (missing != 0) & (polls < POLLS):
-        sent = tl.load(pointers, mask=inside, other=1, volatile=True)
-        missing = tl.max((sent == 0).to(tl.int32))
+        bits = _loaded(place, inside, RANKS)
+        missing = _missing(bits)
         polls += 1
     if not INTERPRETED:
         _fail_if(missing)
-    tl.store(pointers, tl.zeros_like(sent), mask=inside)
-    sign: tl.constexpr = -(1 << (sent.dtype.primitive_bitwidth - 1))
-    return (sent ^ sign).to(sent.dtype)
+    return _sum(bits, dtype)
+
+
+@triton.jit
+def arrived(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Return the sum of the values at `place`, infinity where one hasn't arrived. Call it after the launch's turn.
+
+    A launch that goes on to sum up squares learns from their sum whether all values have arrived, without a sum for that alone.
+    """
+    bits = _loaded(place, inside, RANKS)
+    total = _sum(bits, dtype)
+    for sender in tl.static_range(RANKS):
+        total = tl.where(bits[sender] == 0, float("inf"), total)
+    return total
+
+
+@triton.jit
+def _sum(bits, dtype: tl.constexpr):
+    sign: tl.constexpr = -(1 << (dtype.primitive_bitwidth - 1))
+    total = tl.zeros(bits[0].shape, tl.float32)
+    for sender in tl.static_range(len(bits)):
+        total += (bits[sender] ^ sign).to(_bits_of(dtype)).to(dtype, bitcast=True).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _loaded(place, inside, RANKS: tl.constexpr):
+    """Return what is at `place` from each rank, a tuple."""
+    found = ()
+    for sender in tl.static_range(RANKS):
+        found = found + (tl.load(place + sender * _room(place.dtype.element_ty), mask=inside, other=1, volatile=True),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _missing(bits):
+    found = (bits[0] == 0).to(tl.int32)
+    for sender in tl.static_range(1, len(bits)):
+        found |= (bits[sender] == 0).to(tl.int32)
+    return tl.max(found)
+
+
+@triton.jit
+def empty(place, inside, RANKS: tl.constexpr):
+    """Make room at `place` for the next results but one. Call it when all programs have received the values."""
+    for sender in tl.static_range(RANKS):
+        words = place + sender * _room(place.dtype.element_ty)
+        tl.store(words, tl.zeros(words.shape, words.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def count_received(counts_ptr, number):
+    """Count a result after `number` others. Call it when all threads that read `number` have done so."""
+    count = tl.arange(0, SENT_COUNTS)
+    tl.store(counts_ptr + count, tl.zeros_like(count) + number + 1)
+
+
+@triton.constexpr_function
+def _room(dtype):
+    """Return for how many values there is room from each rank."""
+    return SENT_BYTES.value * 8 // dtype.primitive_bitwidth

@@ -93,7 +93,7 @@ def _matmul(
 ):  # fmt: skip
     """ROWS rows of each of BN, over all of K, for TOKENS tokens. Loads have no masks, which would take more instructions.
 
-    With several RANKS, the result is also sent to the other ones (see `toolkit.kernels.exchange`).
+    With several RANKS, the result is sent to all of them instead (see `toolkit.kernels.exchange`).
     """
     BLOCKS: tl.constexpr = K // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
@@ -119,7 +119,7 @@ def _matmul(
             take_turn()  # wait for the activations; the matrix is there already
             if RANKS > 1:
                 at, inside = _places(token, first_row, base, width, M, ROWS, BN, RESULTS)
-                targets = targets_of(targets_ptr, counts_ptr, at, inside, out_ptr.dtype.element_ty, RANKS)
+                targets = targets_of(targets_ptr, counts_ptr, at, out_ptr.dtype.element_ty, RANKS)
         if PTX:
             tl.debug_barrier()
         for t in tl.static_range(c, c + AHEAD):
@@ -153,9 +153,10 @@ def _matmul(
         gate, up = tl.split(tl.reshape(value, (BN, RESULTS, 2)))
         value = activate(gate, up, ACTIVATION)
     at, inside = _places(token, first_row, base, width, M, ROWS, BN, RESULTS)
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
     if RANKS > 1:
         send(value.to(out_ptr.dtype.element_ty), targets, inside)
+    else:
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -172,7 +173,7 @@ class Int4Matmul(Kernel):
 
     Inputs are "x" (bf16 or fp32), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the parts of the matrix (see
     `PackedMatrix`); the result is "out" [m, width]. With inputs "targets" and "counts" (see `toolkit.kernels.exchange.Sent`) it
-    is also sent to other ranks. `cost` counts the matrix in its packed size, which is that in a GGUF file.
+    is sent to all ranks instead of written. `cost` counts the matrix in its packed size, which is that in a GGUF file.
     """
 
     name = "int4_matmul"
@@ -274,7 +275,7 @@ class Int4Matmul(Kernel):
         absent = {name: None for name, part in parts.items() if part is None}
         arguments |= {"x_codes_ptr": x["x_codes"].view(torch.int64), "x_scales_ptr": x["x_scales"], "x_sums_ptr": x["x_sums"]}
         arguments |= {"out_ptr": outputs["out"], "width": shape.width}
-        to, ranks = sending(inputs, "targets_ptr", "counts_ptr")
+        to, ranks = sending(inputs)
         arguments |= to
         constants = {
             "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks,

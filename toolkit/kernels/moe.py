@@ -26,7 +26,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import take_turn
-from toolkit.kernels.exchange import send, sending, targets_of
+from toolkit.kernels.exchange import count_received, empty, place_of, receiving, send, sending, targets_of
 from toolkit.kernels.int4_matmul import BLOCK, EPILOGUES, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, matrix_pointers, randomize
 from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
@@ -35,6 +35,7 @@ from toolkit.weights.schemes import Scheme, find_scheme
 
 EIGHT = 8  # inner activations that share a scale: as few as one block of the first product produces
 SCORES = 2  # that a program of the first launch computes: for 256 experts, about as many programs as an H200 has SMs
+RECEIVED_SCORES = 4  # with x received, which all programs read at once
 START_WARPS = 8  # of such a program
 
 
@@ -93,7 +94,7 @@ class MoeStep(Kernel):
     The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows before
     up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; for the shared expert "shared_up_codes" [2 width,
     hidden / 2], ... and "shared_down_codes", ... . With inputs "targets" and "counts" (see `toolkit.kernels.exchange.Sent`) the
-    experts' sum is also sent to other ranks.
+    experts' sum is sent to all ranks instead of written. With inputs "words" and "counts", x is what products have sent.
     """
 
     name = "moe_step"
@@ -185,7 +186,6 @@ class MoeStep(Kernel):
         given = {name: inputs[name] for name in ("x", "residual", "norm", "router")}
         given |= {"new_residual": outputs["residual"], "eps": float(shape.eps)}  # type: ignore[dict-item]
         first_of_all = {"HIDDEN": shape.hidden, "BLOCK": max(BLOCK, triton.next_power_of_2(shape.hidden)), **ptx}
-        first_of_all |= {"ROWS": shape.rows, "EACH": SCORES}
 
         threads = 32 * config.warps
         lanes = min(32, triton.next_power_of_2(blocks))  # lanes per row
@@ -203,12 +203,20 @@ class MoeStep(Kernel):
         words = {"x_codes": x["x_codes"].view(torch.int64)}, {"inner": inner["inner"].view(torch.int64)}
         up_arguments = {**up, **x, **inner, **words[0], **scores}
         down_arguments = {**down, **inner, **words[1], **scores, "output": outputs["output"]}
-        to, ranks = sending(inputs, "targets", "counts")
+        to, ranks = sending(inputs)
         down_arguments |= to
         second |= ranks
+        arrived, ranks = receiving(inputs)
+        each = RECEIVED_SCORES if arrived else SCORES
+        first_of_all |= {"ROWS": shape.rows, "EACH": each}
+        given |= arrived
+        first_of_all |= ranks
+        up_arguments |= arrived
+        first |= {**ranks, "ROOM": first_of_all["BLOCK"]}
         first |= scheme_constants(find_scheme(shape.scheme))
         second |= scheme_constants(find_scheme(shape.down))
-        starts, ups, downs = 1 + -(-shape.rows // SCORES), shape.used * shape.width // pairs, -(-shape.hidden // rows)
+        starts, ups, downs = 1 + -(-shape.rows // each), shape.used * shape.width // pairs, -(-shape.hidden // rows)
+        ups += bool(arrived)
         return [
             Launch(start, (starts,), {**given, **scores, **x}, first_of_all, START_WARPS, early=True),
             Launch(_up, (ups,), up_arguments, sizes | first, config.warps, early=True),
@@ -301,12 +309,14 @@ def _pick(own, shared, stacked):
 @triton.jit
 def _up(
     codes, high, scales, offsets, steps, shared_codes, shared_high, shared_scales, shared_offsets, shared_steps,
-    x_codes, x_scales, x_sums, inner, inner_scales, inner_sums, scores,
+    x_codes, x_scales, x_sums, inner, inner_scales, inner_sums, scores, words_ptr, counts_ptr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
     EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """BN times EACH rows of gate and of up of one expert, activated and quantized, eight to a scale.
+
+    With several RANKS, one more program empties and counts what `start` received: all programs of `start` have read it then.
 
     A block of the shared expert takes its turn after its loads, the others before they choose their expert. The next launch may
     begin only after the turn, because `_down` reads the scores when it begins.
@@ -315,6 +325,15 @@ def _up(
     BLOCKS: tl.constexpr = HIDDEN // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     program = tl.program_id(0)
+    if RANKS > 1:  # noqa: SIM102  # known when the kernel is compiled, unlike the next one
+        if program == tl.num_programs(0) - 1:
+            take_turn()
+            number = tl.load(counts_ptr)
+            at = tl.arange(0, ROOM)
+            empty(place_of(words_ptr, number, at, scores.dtype.element_ty, RANKS), at < HIDDEN, RANKS)
+            tl.debug_barrier()  # all threads have read the number
+            count_received(counts_ptr, number)
+            return
     slot, place = program // (WIDTH // PAIRS), program % (WIDTH // PAIRS)
     expert = tl.cast(0, tl.int32)
     if slot < TOP_K:
@@ -366,14 +385,14 @@ def _up(
 @triton.jit
 def _down(
     codes, high, scales, offsets, steps, shared_codes, shared_high, shared_scales, shared_offsets, shared_steps,
-    inner, inner_scales, inner_sums, scores, output, targets, counts,
+    inner, inner_scales, inner_sums, scores, output, targets_ptr, counts_ptr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
     EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
     OFFSET: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """BN times EACH rows of every expert used, times its inner activations, summed with the experts' weights.
 
-    With several RANKS, the sum is also sent to the other ones (see `toolkit.kernels.exchange`).
+    With several RANKS, the sum is sent to all of them instead (see `toolkit.kernels.exchange`).
     """
     BLOCKS: tl.constexpr = WIDTH // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
@@ -395,7 +414,7 @@ def _down(
     to = ()
     if RANKS > 1:
         n = base + tl.arange(0, EACH)[None, :] * BN + tl.arange(0, BN)[:, None]
-        to = targets_of(targets, counts, n, n >= first_row, output.dtype.element_ty, RANKS)
+        to = targets_of(targets_ptr, counts_ptr, n, output.dtype.element_ty, RANKS)
     if PTX:
         tl.debug_barrier()
     same = tl.zeros((BN, 1), tl.int32)
@@ -418,6 +437,7 @@ def _down(
     if OFFSET == "centre" and BITS < 8:
         found *= 1.0 / (1 << (8 - BITS))
     n = base + tl.arange(0, EACH)[None, :] * BN + tl.arange(0, BN)[:, None]
-    tl.store(output + n, found.to(output.dtype.element_ty), mask=n >= first_row)
     if RANKS > 1:
         send(found.to(output.dtype.element_ty), to, n >= first_row)
+    else:
+        tl.store(output + n, found.to(output.dtype.element_ty), mask=n >= first_row)

@@ -28,6 +28,7 @@ from toolkit.kernels.ahead import LINES, RUN, Asked, ask_ahead, asked_of
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin
+from toolkit.kernels.exchange import arrived, count_received, empty, named, place_of, received, receiving
 from toolkit.kernels.packed import quantise_groups
 from toolkit.kernels.shared_keys import shared_weight, stored_numbers
 from toolkit.weights.packed import quantize_activations
@@ -72,8 +73,9 @@ class RmsNorm(Kernel):
     Inputs: x [T, hidden], weight [hidden] fp32, and for some forms residual [T, hidden], post_weight [hidden] fp32 and scalar
     [1]. Results, if the form has them: out and residual [T, hidden]; codes int8 [T, hidden] (four per 32-bit word), scales and
     sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. An input "ahead", of any shape and dtype,
-    is what the next launch reads: this one asks for a part of it (see `toolkit.kernels.ahead`). Raises ModelError for tensors
-    with another shape, dtype or device, or that are not contiguous and aligned.
+    is what the next launch reads: this one asks for a part of it (see `toolkit.kernels.ahead`). With inputs "words" and
+    "counts" (see `toolkit.kernels.exchange.Sent`), x is a single row that products have sent; this needs a residual. Raises
+    ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "rms_norm"
@@ -142,19 +144,23 @@ class RmsNorm(Kernel):
         self._check(shape, inputs, outputs)
         x, weight, ahead = inputs["x"], inputs["weight"], inputs.get("ahead")
         asked = Asked(0, 0, 0) if ahead is None else asked_of(ahead)
+        arrived, ranks = receiving(inputs)
+        if arrived and (shape.tokens > 1 or shape.form == "norm"):
+            found = f"{shape.tokens} rows with form {shape.form!r} can't be received"
+            raise ModelError("a norm", found, "Give one row, with a residual, or sum the rows first")
         arguments = {
             "x_ptr": x, "weight_ptr": weight, "post_weight_ptr": inputs.get("post_weight", weight),
             "residual_ptr": inputs.get("residual", x), "scalar_ptr": inputs.get("scalar", x),
             "out_ptr": outputs.get("out", x), "new_residual_ptr": outputs.get("residual", x),
             "codes_ptr": outputs.get("codes", x), "scales_ptr": outputs.get("scales", x), "sums_ptr": outputs.get("sums", x),
             "eps": float(shape.eps), "rows": shape.tokens,
-            "ahead_ptr": ahead, "lines": asked.lines, "stride": asked.stride,
+            "ahead_ptr": ahead, "lines": asked.lines, "stride": asked.stride, **arrived,
         }  # fmt: skip
         constants = {
             "HIDDEN": shape.hidden, "BLOCK": max(GROUP, triton.next_power_of_2(shape.hidden)),
             "ADD_FIRST": shape.form == "add_norm", "NORM_ADD": shape.form.startswith("norm_add"),
             "NORM": shape.form != "norm_add", "SCALED": shape.scaled, "QUANTISED": shape.quantised,
-            "RUN": RUN, "LINES": LINES,
+            "RUN": RUN, "LINES": LINES, **ranks,
         }  # fmt: skip
         grid = (shape.tokens + asked.blocks,)
         return [Launch(_norm_kernel, grid, arguments, constants, config.warps, config.stages, early=True)]
@@ -165,8 +171,8 @@ class RmsNorm(Kernel):
         shapes |= dict.fromkeys(("weight", "post_weight"), ((shape.hidden,), torch.float32))
         shapes |= dict.fromkeys(("scales", "sums"), ((shape.tokens, shape.hidden // GROUP), torch.float32))
         shapes["codes"] = (rows, torch.int8)
-        shapes |= {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items() if name == "ahead"}
-        for name, tensor in (*inputs.items(), *outputs.items()):
+        given = {name: tensor for name, tensor in inputs.items() if name not in ("ahead", "words", "counts")}
+        for name, tensor in (*given.items(), *outputs.items()):
             check_tensor(self.name, name, tensor, *shapes[name], like=inputs["x"])
 
     def cost(self, shape: Shape) -> Cost:
@@ -392,14 +398,14 @@ class _Maker:
         return draws.normal(shape, self.generator, self.device, dtype, size, mean)
 
 
-@triton.jit
+@triton.jit(repr=named("_norm_kernel"))
 def _norm_kernel(
     x_ptr, weight_ptr, post_weight_ptr, residual_ptr, scalar_ptr, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr,
-    eps, rows, ahead_ptr, lines, stride, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr,
-    NORM_ADD: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, QUANTISED: tl.constexpr,
-    RUN: tl.constexpr, LINES: tl.constexpr,
+    eps, rows, ahead_ptr, lines, stride, words_ptr, counts_ptr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr, NORM_ADD: tl.constexpr, NORM: tl.constexpr,
+    SCALED: tl.constexpr, QUANTISED: tl.constexpr, RUN: tl.constexpr, LINES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. Further programs ask for what is at `ahead_ptr`.
+    """One row per program. Further programs ask for what is at `ahead_ptr`. With several RANKS, x is received, a single row.
 
     All but the sums of squares is rounded to the rows' dtype, as in the models.
 
@@ -420,21 +426,38 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     post_weight = tl.load(post_weight_ptr + column, mask=inside, other=0.0) if NORM_ADD and NORM else weight
     scalar = tl.load(scalar_ptr).to(tl.float32) if SCALED else 1.0
+    number = tl.load(counts_ptr, volatile=True) if RANKS > 1 else 0
     await_previous()
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD_FIRST:
-        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(DTYPE).to(tl.float32)
-        tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
-    if NORM_ADD:
+    if RANKS > 1:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * post_weight
+        place = place_of(words_ptr, number, at, DTYPE, RANKS)
+        x = _rounded(arrived(place, inside, DTYPE, RANKS), residual, DTYPE, ADD_FIRST)
+        squares = tl.sum(x * x)
+        if not squares < float("inf"):
+            x = _rounded(received(place, inside, DTYPE, RANKS), residual, DTYPE, ADD_FIRST)
+            squares = tl.sum(x * x)
+        empty(place, inside, RANKS)
+        count_received(counts_ptr, number)
+    else:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32) if ADD_FIRST or NORM_ADD else x
+        if ADD_FIRST:
+            x += residual
+            x = x.to(DTYPE).to(tl.float32)
+    if ADD_FIRST:
+        tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
+    if RANKS == 1:
+        squares = tl.sum(x * x)
+    if NORM_ADD:
+        x = x * tl.rsqrt(squares / HIDDEN + eps) * post_weight
         x = (x.to(DTYPE).to(tl.float32) + residual).to(DTYPE).to(tl.float32)
         if SCALED:
             x = (x * scalar).to(DTYPE).to(tl.float32)
         tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
+        if NORM:
+            squares = tl.sum(x * x)
     if NORM:
-        x = (x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight).to(DTYPE)
+        x = (x * tl.rsqrt(squares / HIDDEN + eps) * weight).to(DTYPE)
         tl.store(out_ptr + at, x, mask=inside)
     if QUANTISED:
         codes, scales, sums = quantise_groups(x.to(tl.float32))
@@ -442,6 +465,13 @@ def _norm_kernel(
         tl.store(codes_ptr + at, codes, mask=inside)
         tl.store(scales_ptr + at_group, scales, mask=group < HIDDEN // 32)
         tl.store(sums_ptr + at_group, sums, mask=group < HIDDEN // 32)
+
+
+@triton.jit
+def _rounded(x, residual, dtype: tl.constexpr, ADD: tl.constexpr):
+    """Return x, plus the residual if ADD, in fp32, rounded to the dtype wherever the models round."""
+    x = x.to(dtype).to(tl.float32)
+    return (x + residual).to(dtype).to(tl.float32) if ADD else x
 
 
 @triton.jit(do_not_specialize_on_alignment=["at_ptr"])  # a part of a longer tensor: it may begin anywhere

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from toolkit.kernels.early import await_previous, let_next_begin
+from toolkit.kernels.exchange import arrived, named, place_of, received
 from toolkit.kernels.packed import to_codes
 
 
@@ -129,12 +130,14 @@ def joined(sums):
     return tl.reshape(tl.sum(sums[0], 1), (sums[0].shape[0], COUNT))
 
 
-@triton.jit
+@triton.jit(repr=named("start"))
 def start(
-    x, residual, norm, router, new_residual, scores, x_codes, x_scales, x_sums, eps,
+    x, residual, norm, router, new_residual, scores, x_codes, x_scales, x_sums, eps, words_ptr, counts_ptr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Add x to the residual, and normalize the sum. The first program stores both; the others compute EACH of ROWS scores each.
+    """Add x to the residual, and normalize the sum. With several RANKS, x is received (see `toolkit.kernels.exchange`).
+    The first program stores both; the others compute EACH of ROWS scores each.
 
     Every program computes the norm, from a few kilobytes in the L2 cache, in the same order. The sum, its norm and the scores
     are rounded to the dtype of x, and the stored norm to 8 bits. The norm's weight and the router, which no kernel writes, are
@@ -150,13 +153,26 @@ def start(
     for i in tl.static_range(EACH):
         held = held + (tl.load(router + tl.minimum(row + i, ROWS - 1) * HIDDEN + at, mask=inside, other=0.0),)
     weight = tl.load(norm + at, mask=inside, other=0.0)
+    place = 0
+    if RANKS > 1:
+        place = place_of(words_ptr, tl.load(counts_ptr, volatile=True), at, DTYPE, RANKS)
     await_previous()
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
+    if RANKS > 1:
+        kept = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        value = (arrived(place, inside, DTYPE, RANKS).to(DTYPE).to(tl.float32) + kept).to(DTYPE)
+        squares = tl.sum(value.to(tl.float32) * value.to(tl.float32))
+        if not squares < float("inf"):
+            value = (received(place, inside, DTYPE, RANKS).to(DTYPE).to(tl.float32) + kept).to(DTYPE)
+            squares = tl.sum(value.to(tl.float32) * value.to(tl.float32))
+    else:
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
     if program == 0:
         tl.store(new_residual + at, value, mask=inside)
     value = value.to(tl.float32)
-    value = (value * tl.rsqrt(tl.sum(value * value) / HIDDEN + eps) * weight).to(DTYPE).to(tl.float32)
+    if RANKS == 1:
+        squares = tl.sum(value * value)
+    value = (value * tl.rsqrt(squares / HIDDEN + eps) * weight).to(DTYPE).to(tl.float32)
     if program == 0:
         codes, scale, total = to_codes(value, PTX)
         group = tl.arange(0, BLOCK // 32)

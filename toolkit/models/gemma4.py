@@ -96,10 +96,9 @@ class Attention(nn.Module):
         about = (heads.held, 0 if self.shares else kv_heads.held, head_dim)
         self.heads = HeadLayout(*about, values_are_keys="v" not in sizes, value_norm=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Operand, at: Pass) -> Tensor:
+    def forward(self, x: Operand, at: Pass) -> Tensor | ops.Partial:
         kernels = at.kernels and self.heads.fits(x.plain.dtype, 1.0)
-        out: Tensor = self.o(self._by_kernels(x, at) if kernels else self._plain(x, at))
-        return out
+        return self.o.unsummed(self._by_kernels(x, at) if kernels else self._plain(x, at))
 
     def _plain(self, x: Operand, at: Pass) -> Tensor:
         heads = (*x.plain.shape[:2], -1, self.head_dim)
@@ -243,7 +242,7 @@ class Block(nn.Module):
         normed, x = x.normed(self.mlp_norm, self.mlp.gate_up)
         out = self.mlp(normed)
         if self.has_experts:
-            out = self.dense_post_norm(out) + self.routed(x.x)
+            out = self.dense_post_norm(ops.whole(out)) + self.routed(x.x)
         if self.has_input:
             x = Residual(x.add(out, self.mlp_post_norm).sum())
             return x.add(self.layer_input(x.x, given), self.layer_input.norm, self.scalar)

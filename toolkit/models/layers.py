@@ -45,16 +45,18 @@ class RMSNorm(nn.Module):
 class Residual:
     """The residual stream of a decoder: `x` [B, T, hidden], and the output of a block that is still to be added.
 
+    The output may also be a share of a sum over all ranks that is still to be computed.
+
     The addition is deferred so that the norm after a block, the sum, and the norm before the next block are one operation. The
     norm `post` is applied to `added` before the addition, and the sum is multiplied by `scalar` [1], if they are given.
     """
 
     x: Tensor
-    added: Tensor | None = None
+    added: Tensor | ops.Partial | None = None
     post: RMSNorm | None = None
     scalar: Tensor | None = None
 
-    def add(self, made: Tensor, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
+    def add(self, made: Tensor | ops.Partial, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
         """Return the residual with a block's output `made` still to be added; it must have no other pending output."""
         assert self.added is None
         return Residual(self.x, made, post, scalar)
@@ -78,7 +80,7 @@ class Residual:
         if self.added is None:
             return self.x
         if self.post is None:
-            return self.x + self.added
+            return self.x + ops.whole(self.added)
         return ops.norm_add(self.x, self.added, self.post.weight, self.post.eps, self.scalar)
 
 
@@ -109,11 +111,15 @@ class Linear(nn.Module):
     def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with `chosen` (n experts), a plain x [n, T, in] -> [n, T, out]."""
         if chosen is None:
-            out = ops.matmul_sum(x, self.weight, self.ranks)
-        else:
-            assert isinstance(x, Tensor)
-            out = experts_matmul(x, self.weight, chosen)
+            return ops.whole(self.unsummed(x))
+        assert isinstance(x, Tensor)
+        out = experts_matmul(x, self.weight, chosen)
         return out if self.bias is None else out + self.bias
+
+    def unsummed(self, x: Tensor | Operand) -> Tensor | ops.Partial:
+        """Return the result for x [..., in], still to be summed if it is a sum over several ranks."""
+        out = ops.matmul_partial(x, self.weight, self.ranks)
+        return out if self.bias is None else ops.whole(out) + self.bias
 
 
 class Joined(nn.Module):
@@ -280,10 +286,8 @@ class Embedding(nn.Module):
         rows, _ = self.cuts["weight"]
         if rows.held == rows.size:
             return ops.embed(ids, self.weight, self.dtype, self.scale)
-        own = ids - rows.ranges[0][0]
-        near = own.clamp(0, rows.held - 1)
-        found = ops.embed(near, self.weight, self.dtype, self.scale)
-        return ops.all_reduce(found.masked_fill_((own != near)[..., None], 0), rows.shard.ranks)
+        first = rows.ranges[0][0]
+        return ops.whole(ops.embed_partial(ids, self.weight, self.dtype, self.scale, first, rows.shard.ranks))
 
     def on_host(self) -> Embedding:
         """Return a copy of the table on the CPU, with the rows of all ranks."""
@@ -306,7 +310,10 @@ def _tables(embedding: Embedding) -> list[Embedding]:
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)); `activation` is one of `ops.ACTIVATIONS`. For `partial`, see `Linear`."""
+    """down(activation(gate(x)) * up(x)), to be summed over the ranks; `activation` is one of `ops.ACTIVATIONS`.
+
+    For `partial`, see `Linear`.
+    """
 
     def __init__(self, hidden: int, width: Size, activation: str = "silu", partial: bool = False) -> None:
         super().__init__()
@@ -314,9 +321,8 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden, partial=partial)
         self.activation = activation
 
-    def forward(self, x: Tensor | Operand) -> Tensor:
-        out: Tensor = self.down(self.gate_up.gated(x, self.activation))
-        return out
+    def forward(self, x: Tensor | Operand) -> Tensor | ops.Partial:
+        return self.down.unsummed(self.gate_up.gated(x, self.activation))
 
 
 def packed_pair(gate_up: Joined, down: Linear) -> tuple[PackedMatrix, PackedMatrix] | None:
@@ -368,7 +374,7 @@ class Experts(nn.Module):
 
         The softmax of the `top_k` largest scores weights the experts. `router` [experts, hidden] gives the scores; with a
         `shared` expert, one more row gives its weight before the sigmoid. Returns None if `x` holds several tokens, or if the
-        operation doesn't support these matrices. Otherwise the pending output is the sum over all ranks.
+        operation doesn't support these matrices. Otherwise the pending output is to be summed over all ranks.
         """
         if x.x.numel() != x.x.shape[-1]:
             return None
@@ -384,7 +390,7 @@ class Experts(nn.Module):
         # Ranks with unequal parts may differ in whether this operation fits, so it doesn't send its result to them.
         equal = all(each.down.cuts["weight"][1].is_equal for each in (self, shared) if each is not None)
         out, total = ops.moe(x.added, x.x, *given, ranks=self.ranks if equal else 1)
-        return Residual(total, out if equal else ops.all_reduce(out, self.ranks))
+        return Residual(total, out if equal else ops.Partial(ops.whole(out), self.ranks))
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)

@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.heads = HeadLayout(heads.held, kv_heads.held, config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor | ops.Partial:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         if at is None:
             assert rope is not None
@@ -88,8 +88,7 @@ class Attention(nn.Module):
                 query, key, value = self._heads(x, at.rope)
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), reach)
                 mixed = cached_attention(query, *seen, reach.mask, self.scale)
-        out: Tensor = self.o(mixed)
-        return out
+        return self.o.unsummed(mixed)
 
     def _heads(self, x: Operand, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [B, T, H, D], normalized and rotated, key [B, T, KV, D] likewise, and value [B, T, KV, D]."""

@@ -88,7 +88,7 @@ class DeltaNet(nn.Module):
         self.out = Linear(value_size, config.hidden_size)
         self.key_heads = keys.held
 
-    def forward(self, x: Operand, at: At | None) -> Tensor:
+    def forward(self, x: Operand, at: At | None) -> Tensor | ops.Partial:
         c, norm = self.config, self.norm
         heads = (self.key_heads, c.linear_key_head_dim, c.tiled)
         layer = DeltaNetLayer(self.conv, self.decay, self.dt_bias, norm.weight, *heads, norm.eps)
@@ -102,8 +102,7 @@ class DeltaNet(nn.Module):
             held = (at.reach.positions, state.states["conv"], state.states["memory"])
             found = ops.delta_net(qkv[0], z[0], b[0], a[0], *held, layer, ops.takes_quantized(self.out.weight))
             found = Operand(found.plain[None], tuple(part[None] for part in found.quantized))
-        out: Tensor = self.out(found)
-        return out
+        return self.out.unsummed(found)
 
 
 class Attention(nn.Module):
@@ -124,7 +123,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.heads = HeadLayout(heads.held, kv_heads.held, config.head_dim, gated=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor | ops.Partial:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         qkv = self.qkv.projected(x)
         row = qkv.row
@@ -142,8 +141,7 @@ class Attention(nn.Module):
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reach)
                 mixed = cached_attention(query, *seen, at.reach.mask, self.scale)
         gated = ops.gate_heads(mixed.view(*row.shape[:2], -1), row, self.heads.heads, ops.takes_quantized(self.o.weight))
-        out: Tensor = self.o(gated)
-        return out
+        return self.o.unsummed(gated)
 
     def _heads(self, row: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [B, T, H, D], key and value [B, T, KV, D] from projections [B, T, width]; query and key are rotated."""
@@ -176,7 +174,7 @@ class SparseMLP(nn.Module):
         rows = normed.plain.flatten(0, 1)
         chosen, weights, gate = ops.choose_experts(self.gates.row(rows), self.experts.count, self.top_k)
         routed = self.experts(rows, chosen, weights)
-        out = ops.all_reduce(torch.addcmul(routed, self.shared(rows), gate), self.experts.ranks)
+        out = ops.all_reduce(torch.addcmul(routed, ops.whole(self.shared(rows)), gate), self.experts.ranks)
         return x.add(out.view(x.x.shape))
 
 

@@ -3,12 +3,16 @@
 All ranks get the same bits: their tensors are exchanged as they are, and summed in the order of the ranks. All ranks must run
 the same operations in the same order. On a single rank, the functions return their operand and launch nothing. On CUDA, see
 `toolkit.ops.exchange`.
+
+The sum of a product's results can wait for the operation that needs it: the product returns a `Partial`, which norms and
+mixtures of experts take instead of a tensor. In decode steps on CUDA they compute the sum in the same launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,33 +28,103 @@ from toolkit.ops import exchange
 from toolkit.ops.define import describing, direct, is_launched
 from toolkit.ops.tape import recording
 
+# What a sum of what products have sent takes, of the time of a collective on its own. It follows from the steps of two models
+# on two H200s (bench/results/h200x2_ranks_received.json).
+SENT_FLOOR = 0.45
+
 _library = torch.library.Library("toolkit", "FRAGMENT")
+_T = TypeVar("_T")
 
 
-def all_reduce(x: Tensor, ranks: int, sent: bool = False) -> Tensor:
-    """Return the sum of the tensors of all ranks, which have one shape, in the dtype of `x`. It is computed in fp32.
+@dataclass(eq=False)
+class Partial:
+    """This rank's share of a sum over all ranks that is still to be computed (a term of PyTorch's DTensor).
 
-    `sent` is for `summed`: `x` has been sent to the other ranks already.
+    Attributes:
+        share: The share; the sum has its shape and its dtype.
+        ranks: The number of ranks.
+        sent: Whether the product has sent its result to all ranks. Then `share` only has the memory for the sum, which must be
+            taken, once: by `sum`, or by an operation.
+        inbox: By which an operation receives what the ranks have sent; empty if it can't.
     """
+
+    share: Tensor
+    ranks: int
+    sent: bool = False
+    inbox: Sequence[Tensor] = ()
+
+    def sum(self) -> Tensor:
+        """Return the sum over all ranks, computed in fp32."""
+        if not self.sent:
+            self.share = all_reduce(self.share, self.ranks)
+        elif not describing():
+            _all_reduce_sent(self.share, self.ranks)
+        self.ranks, self.sent = 1, False
+        return self.share
+
+    @property
+    def is_received(self) -> bool:
+        """Whether an operation can take the sum, instead of its caller: a single row that was sent, on CUDA."""
+        return self.sent and len(self.inbox) > 0 and self.share.numel() == self.share.shape[-1]
+
+    def taken_by(self, operation: Callable[[Sequence[Tensor]], _T]) -> _T:
+        """Return `operation(inbox)`, which launches an operation that receives the sum. Needs `is_received`."""
+        assert self.is_received
+        try:
+            found = operation(self.inbox)
+        except torch.OutOfMemoryError:
+            self.sum()  # what was sent must not stay there
+            raise
+        if not describing():
+            exchange.announce(self.share, self.ranks)
+        self.sent, self.share = False, self.share[:0]  # nobody takes it again
+        return found
+
+
+def share_of(x: Tensor | Partial) -> Tensor:
+    """Return a tensor with the shape, dtype and device of x."""
+    return x.share if isinstance(x, Partial) else x
+
+
+def whole(x: Tensor | Partial) -> Tensor:
+    """Return x, the sum over all ranks if it is a `Partial`."""
+    return x.sum() if isinstance(x, Partial) else x
+
+
+def all_reduce(x: Tensor, ranks: int) -> Tensor:
+    """Return the sum of the tensors of all ranks, which have one shape, in the dtype of `x`. It is computed in fp32."""
     if ranks == 1:
         return x
     _check(x)
     if _launches_directly(x):
-        return exchange.all_reduce(x, ranks, sent)
-    return torch.ops.toolkit.all_reduce(x, ranks, sent)  # type: ignore[no-any-return]
+        return exchange.all_reduce(x, ranks)
+    return torch.ops.toolkit.all_reduce(x, ranks)  # type: ignore[no-any-return]
 
 
-def summed(product: Callable[[list[Tensor]], Sequence[Tensor]], like: Tensor, values: int, ranks: int) -> list[Tensor]:
-    """Return the results of `product`, the first of them summed over all ranks: `values` numbers in the dtype of `like`.
+def partial_of(
+    product: Callable[[list[Tensor]], Sequence[Tensor]], device: torch.device, n_bytes: int, ranks: int
+) -> tuple[Tensor | Partial, Sequence[Tensor]]:
+    """Return the results of `product`: the first one, of `n_bytes`, as a `Partial`, and the others. They are on `device`.
 
-    On CUDA, `product` launches an operation with the tensors that it is given, by which that operation sends its result to the
-    other ranks itself. The sum is then there sooner. The list is empty on all ranks if their GPUs or the size don't allow it.
-    All ranks must call this, or none: a rank that calls `all_reduce` instead waits forever.
+    On CUDA, `product` launches an operation with the tensors that it is given, by which that operation sends its result to all
+    ranks itself. The list is empty on all ranks if their GPUs or the size don't allow it. All ranks must call this, or none: a
+    rank that calls `all_reduce` instead waits forever. With one rank, the first result is a tensor.
     """
-    sends = ranks > 1 and like.is_cuda and is_launched() and not is_compiling()
-    targets = exchange.targets(like.device, values * like.element_size()) if sends else []
-    out, *others = product(targets)
-    return [all_reduce(out, ranks, bool(targets) and not describing()), *others]
+    if ranks == 1:
+        first, *others = product([])
+        return first, others
+    sends = is_launched() and not is_compiling() and exchange.can_send(device, n_bytes)
+    sent = exchange.inbox_of(device) if sends and device.type == "cuda" else None
+    share, *others = product([] if sent is None else [sent.targets, sent.counts])
+    return Partial(share, ranks, sends, () if sent is None else (sent.words, sent.counts)), others
+
+
+def _all_reduce_sent(share: Tensor, ranks: int) -> None:
+    """Write the sum of what all ranks have sent to `share`."""
+    if _launches_directly(share):
+        exchange.all_reduce_sent(share, ranks)
+    else:
+        torch.ops.toolkit.all_reduce_sent_(share, ranks)
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
@@ -74,7 +148,7 @@ def _check(x: Tensor) -> None:
         raise ModelError("a gradient of a model over several ranks", found, "Run it under torch.no_grad()")
 
 
-def _all_reduce(x: Tensor, ranks: int, sent: bool = False) -> Tensor:
+def _all_reduce(x: Tensor, ranks: int) -> Tensor:
     return gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
@@ -85,7 +159,11 @@ def _all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(gather(padded), sizes, strict=True)]).movedim(0, dim).contiguous()
 
 
-def _all_reduce_shape(x: Tensor, ranks: int, sent: bool = False) -> Tensor:
+def _all_reduce_in_place(x: Tensor, ranks: int) -> None:
+    x.copy_(_all_reduce(x, ranks))
+
+
+def _all_reduce_shape(x: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -96,7 +174,13 @@ def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
 
 
 for _schema, _on_host, _on_cuda, _shape in (
-    ("all_reduce(Tensor x, int ranks, bool sent=False) -> Tensor", _all_reduce, exchange.all_reduce, _all_reduce_shape),
+    ("all_reduce(Tensor x, int ranks) -> Tensor", _all_reduce, exchange.all_reduce, _all_reduce_shape),
+    (
+        "all_reduce_sent_(Tensor(a!) x, int ranks) -> ()",
+        _all_reduce_in_place,
+        exchange.all_reduce_sent,
+        lambda x, ranks: None,
+    ),
     ("all_gather(Tensor x, int[] sizes, int dim) -> Tensor", _all_gather, exchange.all_gather, _all_gather_shape),
 ):
     _name = _schema.split("(")[0]
@@ -114,6 +198,14 @@ def _all_reduce_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tens
     small = exchange.is_small(x, size)
     found = [collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT if small else NCCL)]
     return found if small else [*found, Effect("kernel", 0, "sum", moved_bytes=(ranks + 1) * size, cost="op_host_ns")]
+
+
+@rule("toolkit::all_reduce_sent_")
+def _all_reduce_sent_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> list[Effect]:
+    """Return the sum, which waits for the other ranks. On CUDA, the launch that needs it computes it."""
+    x, ranks = args[0], args[1]
+    size = nbytes(x)
+    return [collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT)._replace(floor=SENT_FLOOR)]
 
 
 @rule("toolkit::all_gather")

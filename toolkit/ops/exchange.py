@@ -1,6 +1,7 @@
 """Collectives on CUDA GPUs: small tensors in one launch, through memory that all ranks write to; large ones by NCCL.
 
-A product of a decode step can send its result itself, so that its sum waits only for those of the other ranks (`targets`).
+A product of a decode step can send its result to all ranks itself (`can_send`, `inbox_of`). The operation that needs the sum
+then receives the results, or `all_reduce_sent` does.
 
 The launches run in CUDA graphs, also in the body of a loop. Ranks whose GPUs don't reach each other's memory use NCCL for all
 sizes.
@@ -26,11 +27,12 @@ from toolkit.ops.tape import recording
 
 if TYPE_CHECKING:
     from toolkit.kernels.base import Launch
-    from toolkit.kernels.exchange import Inbox
+    from toolkit.kernels.exchange import Inbox, Sent
 
 MOST_BYTES = 1 << 19  # of the tensor of a rank that is exchanged in one launch; `toolkit.kernels.exchange` has the same figure
 SENT_BYTES = 1 << 17  # of a result that a product sends itself; likewise
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VIRTUAL = ("vgpu",)
 ONE_SHOT = "one-shot"  # an algorithm, as NCCL
 
 
@@ -76,35 +78,55 @@ def _connected(group: Any, device: torch.device) -> Links:
     return Links(group, device, shared, inbox, why_not)
 
 
-def targets(device: torch.device, n_bytes: int) -> list[Tensor]:
-    """Return what a product takes to send a result of this size to the other ranks; [] if it can't.
+def can_send(device: torch.device, n_bytes: int) -> bool:
+    """Return whether products on this device send results of this size. Virtual GPUs do what linked ones would."""
+    linked = links(device).inbox is not None if device.type == "cuda" else device.type in VIRTUAL
+    return linked and n_bytes <= SENT_BYTES
 
-    After that product, and before another one sends, all ranks must call `all_reduce` with its result and `sent=True`. If an
-    error, such as an interrupt, comes between the two, what was sent stays there: leave the process group then.
+
+def inbox_of(device: torch.device) -> Sent:
+    """Return the memory by which products send and operations receive, if they can.
+
+    After a product that sends, and before another one does, all ranks must receive the results: by an operation, or by
+    `all_reduce_sent`. If an error, such as an interrupt, comes between the two, what was sent stays there: leave the process
+    group then.
     """
     inbox = links(device).inbox
-    return [] if inbox is None or n_bytes > SENT_BYTES else [inbox.sent.targets, inbox.sent.counts]
+    assert inbox is not None
+    return inbox.sent
 
 
-def all_reduce(x: Tensor, count: int, sent: bool = False) -> Tensor:
-    """Return the sum of the tensors of `count` ranks, computed in fp32. `sent` says that `x` is a result with `targets`."""
+def all_reduce(x: Tensor, count: int) -> Tensor:
+    """Return the sum of the tensors of `count` ranks, computed in fp32."""
     inbox, x = links(x.device).inbox, x.contiguous()
     if inbox is None or not is_small(x, x.nbytes):
         return _by_nccl("all_reduce", x, x.nbytes).sum(0)
     from toolkit.kernels import exchange
 
-    note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
-    try:
-        out = torch.empty_like(x)
-    except torch.OutOfMemoryError:
-        if sent:
-            _start(exchange.sum_of_sent(inbox, x, x), x, x, note)  # what was sent must not stay there
-        raise
+    out = torch.empty_like(x)
     if x.numel():
-        key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16, sent
-        launch = exchange.sum_of_sent(inbox, x, out) if sent else exchange.all_reduce(inbox, x, out)
-        _start(launch, x, out, note, key)
+        key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16
+        _start(exchange.all_reduce(inbox, x, out), x, out, partial(_note_sum, x, count), key)
     return out
+
+
+def all_reduce_sent(share: Tensor, count: int) -> None:
+    """Write to `share`, contiguous, the sum of the results that products of `count` ranks have sent, computed in fp32."""
+    inbox = links(share.device).inbox
+    assert inbox is not None
+    from toolkit.kernels import exchange
+
+    key = "sent", inbox.rank, count, share.dtype, share.numel(), share.data_ptr() % 16
+    _start(exchange.sum_of_sent(inbox, share), share, share, partial(_note_sum, share, count), key)
+
+
+def announce(share: Tensor, count: int) -> None:
+    """Tell a recording that the last launch also summed tensors like `share` over `count` ranks."""
+    tape = recording()
+    if tape is None:
+        _note_sum(share, count)
+    else:
+        tape.start(_note, share.device, "all_reduce", share.nbytes, count, ONE_SHOT)
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -187,6 +209,10 @@ def _run(launch: Launch, note: Callable[[], None], key: tuple[Any, ...] | None) 
     run(*(*launch.grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values)
 
 
+def _note_sum(x: Tensor, count: int) -> None:
+    _note(x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
+
+
 def _note(device: torch.device, operation: str, n_bytes: int, count: int, algorithm: str) -> None:
-    """Tell a recording what the next launch is."""
+    """Tell a recording what the next collective is."""
     open_cuda(device.index).note_collective(operation, n_bytes, count, algorithm)

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.collectives import summed
+from toolkit.ops.collectives import Partial, partial_of, share_of, whole
 from toolkit.ops.define import Problem, aligned, call, define, launches, on_gpu
 from toolkit.ops.products import ACTIVATIONS, FUSED
 from toolkit.weights.packed import PackedMatrix, dequantize
@@ -37,9 +37,11 @@ def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Ten
 
 
 def moe_fits(
-    x: Tensor, residual: Tensor, norm: Tensor, router: Tensor, matrices: Gated | None, activation: str, shared: Gated | None
-) -> bool:
+    x: Tensor | Partial, residual: Tensor, norm: Tensor, router: Tensor, matrices: Gated | None, activation: str,
+    shared: Gated | None,
+) -> bool:  # fmt: skip
     """Return whether `moe` supports these operands: x of one token, and a shared expert in the format of the others."""
+    x = share_of(x)
     one = math.prod(x.shape[:-1]) == 1 and x.dtype == residual.dtype == router.dtype
     if matrices is None or not one or not experts_fit(x, matrices, activation, residual, norm, router):
         return False
@@ -50,26 +52,32 @@ def moe_fits(
 
 
 def moe(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, top_k: int, matrices: Gated, activation: str,
-    shared: Gated | None = None, ranks: int = 1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor | Partial, residual: Tensor, norm: Tensor, eps: float, router: Tensor, top_k: int, matrices: Gated,
+    activation: str, shared: Gated | None = None, ranks: int = 1,
+) -> tuple[Tensor | Partial, Tensor]:  # fmt: skip
     """Add x to the residual of one token, normalize the sum, and run it through the `top_k` experts with the highest scores.
 
     Needs a GPU and operands for which `moe_fits`.
 
     Args:
-        x: [..., hidden], where all other dimensions are 1, as is `residual`.
+        x: [..., hidden], where all other dimensions are 1, as is `residual`. A `Partial` is summed over all ranks first.
         norm: The norm's weight [hidden], fp32.
         router: [experts, hidden], gives the scores, whose softmax weights the experts. If there is a `shared` expert, one more
             row gives its weight before the sigmoid.
-        ranks: Over so many, the output is summed (see `all_reduce`).
+        ranks: Over so many, the output is to be summed.
 
-    Returns (output of the experts, residual + x), shaped like x.
+    Returns (output of the experts, residual + x), shaped like x. With several ranks, the output is a `Partial`.
     """
     up, down = matrices
     held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
-    operands = (aligned(x), aligned(residual), norm, eps, router, *held, up.scheme.name, down.scheme.name, top_k, activation)
-    out, total = summed(partial(call, "moe", *operands), x, x.numel(), ranks)
+    rest = (aligned(residual), norm, eps, router, *held, up.scheme.name, down.scheme.name, top_k, activation)
+    if isinstance(x, Partial) and x.is_received:
+        given = x.share
+        run = lambda targets: x.taken_by(lambda inbox: call("moe", given, *rest, targets, inbox))  # noqa: E731
+    else:
+        given = aligned(whole(x))
+        run = partial(call, "moe", given, *rest)
+    out, (total,) = partial_of(run, given.device, given.nbytes, ranks)
     return out, total
 
 
@@ -122,7 +130,7 @@ def _gated(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
 def _moe_reference(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, up: Sequence[Tensor], down: Sequence[Tensor],
     shared_up: Sequence[Tensor], shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
-    targets: Sequence[Tensor] | None = None,
+    targets: Sequence[Tensor] | None = None, inbox: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     total = residual + x
     normed = F.rms_norm(total.float(), total.shape[-1:], norm, eps).to(x.dtype).view(1, -1)
@@ -141,7 +149,7 @@ def _moe_reference(
 def _moe_problem(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, up: Sequence[Tensor], down: Sequence[Tensor],
     shared_up: Sequence[Tensor], shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
-    targets: Sequence[Tensor] | None = None,
+    targets: Sequence[Tensor] | None = None, inbox: Sequence[Tensor] | None = None,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.moe import MOE_STEP, MoeShape
 
@@ -151,6 +159,7 @@ def _moe_problem(
     if shared_up:
         inputs |= _named(shared_up, scheme, "shared_up_") | _named(shared_down, down_scheme, "shared_down_")
     inputs |= dict(zip(("targets", "counts"), targets or (), strict=False))
+    inputs |= dict(zip(("words", "counts"), inbox or (), strict=False))
     sizes = (x.shape[-1], width, count, top_k, bool(shared_up))
     return MOE_STEP, MoeShape(*sizes, scheme, down_scheme, activation, dtype_name(x.dtype), repr(eps)), inputs
 
@@ -158,7 +167,7 @@ def _moe_problem(
 define(
     "moe(Tensor x, Tensor residual, Tensor norm, float eps, Tensor router, Tensor[] up, Tensor[] down, Tensor[] shared_up, "
     "Tensor[] shared_down, str scheme, str down_scheme, int top_k, str activation, "
-    "Tensor[]? targets=None) -> Tensor[]",
+    "Tensor[]? targets=None, Tensor[]? inbox=None) -> Tensor[]",
     _moe_reference, lambda x, *rest: [torch.empty_like(x), torch.empty_like(x)], _moe_problem,
     lambda outputs, x: [outputs["output"].view(x.shape), outputs["residual"].view(x.shape)],
 )  # fmt: skip

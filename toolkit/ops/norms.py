@@ -12,6 +12,7 @@ from torch import Tensor
 from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.collectives import Partial, share_of, whole
 from toolkit.ops.define import Problem, aligned, call, define, is_launched, launches, on_gpu
 from toolkit.ops.products import Operand, few_rows, quantizes
 from toolkit.weights.packed import empty_quantized, quantize_activations
@@ -27,41 +28,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool = False) -> O
 
 
 def add_norm(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None,
-    quantize: bool = False, ahead: Tensor | None = None,
+    residual: Tensor, x: Tensor | Partial, weight: Tensor, eps: float, post_weight: Tensor | None = None,
+    scalar: Tensor | None = None, quantize: bool = False, ahead: Tensor | None = None,
 ) -> tuple[Operand, Tensor]:  # fmt: skip
     """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar.
 
-    `quantize` as in `rms_norm`. `ahead` is a tensor that is read next and that no launch writes, such as the codes of a matrix.
+    A `Partial` x is summed over all ranks first. `quantize` as in `rms_norm`. `ahead` is a tensor that is read next and that no
+    launch writes, such as the codes of a matrix.
     With two norms, which take twice as long, the launch of a decode step also asks for a part of it to be loaded into the L2
     cache (see `toolkit.kernels.ahead`). No result depends on it.
     """
-    if post_weight is None or not few_rows(x) or not is_launched():
+    if post_weight is None or not few_rows(share_of(x)) or not is_launched():
         ahead = None
     normed, total, *quantized = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize, ahead=ahead)
     return Operand(normed, tuple(quantized)), total
 
 
-def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """Return (residual + norm(x)) * scalar, [..., hidden]."""
+def norm_add(residual: Tensor, x: Tensor | Partial, post_weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
+    """Return (residual + norm(x)) * scalar, [..., hidden]. A `Partial` x is summed over all ranks first."""
     return _norm(x, post_weight, eps, residual, post_weight, scalar, False)[0]
 
 
 def _norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
+    x: Tensor | Partial, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
     scalar: Tensor | None = None, normed: bool = True, quantize: bool = False, ahead: Tensor | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
-        return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed, False)
+    like = share_of(x)
+    if not like.numel() or not on_gpu(like, weight, residual, post_weight, scalar):
+        return _norm_reference(whole(x), weight, eps, residual, post_weight, scalar, normed, False)
     residual = None if residual is None else aligned(residual)
-    quantize = quantize and quantizes(x)
-    given = (aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize, ahead)
-    return call("rms_norm", *given)  # type: ignore[no-any-return]
+    rest = (weight, eps, residual, post_weight, scalar, normed, quantize and quantizes(like), ahead)
+    if isinstance(x, Partial) and x.is_received:
+        return x.taken_by(lambda inbox: call("rms_norm", like, *rest, inbox))  # type: ignore[no-any-return]
+    return call("rms_norm", aligned(whole(x)), *rest, None)  # type: ignore[no-any-return]
 
 
 def _norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool, ahead: Tensor | None = None,
+    normed: bool, quantize: bool, ahead: Tensor | None = None, inbox: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     if residual is not None:
         x = residual + (x if post_weight is None else F.rms_norm(x.float(), x.shape[-1:], post_weight, eps).to(x.dtype))
@@ -73,7 +77,7 @@ def _norm_reference(
 
 def _norm_shape(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool, ahead: Tensor | None = None,
+    normed: bool, quantize: bool, ahead: Tensor | None = None, inbox: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     found = [torch.empty_like(x) for _ in range(normed + (residual is not None))]
     if quantize:
@@ -83,7 +87,7 @@ def _norm_shape(
 
 def _norm_problem(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool, ahead: Tensor | None = None,
+    normed: bool, quantize: bool, ahead: Tensor | None = None, inbox: Sequence[Tensor] | None = None,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 
@@ -93,12 +97,12 @@ def _norm_problem(
     hidden = x.shape[-1]
     inputs = {name: t.view(-1, hidden) if name in ("x", "residual") else t for name, t in given.items() if t is not None}
     shape = NormShape(x.numel() // hidden, hidden, form, scalar is not None, quantize, dtype_name(x.dtype), repr(eps))
-    return RMS_NORM, shape, inputs
+    return RMS_NORM, shape, inputs | dict(zip(("words", "counts"), inbox or (), strict=False))
 
 
 define(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed, "
-    "bool quantize, Tensor? ahead=None) -> Tensor[]",
+    "bool quantize, Tensor? ahead=None, Tensor[]? inbox=None) -> Tensor[]",
     _norm_reference, _norm_shape, _norm_problem,
     lambda outputs, x: [t.view(*x.shape[:-1], t.shape[-1]) for t in outputs.values()],
 )  # fmt: skip

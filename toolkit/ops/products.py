@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.collectives import all_reduce, summed
+from toolkit.ops.collectives import Partial, partial_of, whole
 from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, PackedMatrix, packed_matmul
 from toolkit.weights.schemes import SCHEMES
@@ -84,13 +84,20 @@ def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str =
 
 def matmul_sum(x: Tensor | Operand, weight: Tensor | PackedMatrix, ranks: int) -> Tensor:
     """Return the sum of `matmul(x, weight)` over all ranks, each with its own operands (see `all_reduce`)."""
+    return whole(matmul_partial(x, weight, ranks))
+
+
+def matmul_partial(x: Tensor | Operand, weight: Tensor | PackedMatrix, ranks: int) -> Tensor | Partial:
+    """Return `matmul(x, weight)` as a `Partial` of its sum over all ranks; as a tensor if there is only one."""
+    if ranks == 1:
+        return matmul(x, weight)
     x = x if isinstance(x, Operand) else Operand(x)
     of = x.plain
-    few = ranks > 1 and few_rows(of) and of.dtype in (torch.bfloat16, torch.float32)
+    few = few_rows(of) and of.dtype in (torch.bfloat16, torch.float32)
     if few and isinstance(weight, PackedMatrix) and on_gpu(of):
-        values = of.numel() // of.shape[-1] * weight.shape[-2]
-        return summed(partial(_launched, x, weight, "none"), of, values, ranks)[0]
-    return all_reduce(matmul(x, weight), ranks)
+        n_bytes = of.nbytes // of.shape[-1] * weight.shape[-2]
+        return partial_of(partial(_launched, x, weight, "none"), of.device, n_bytes, ranks)[0]
+    return Partial(matmul(x, weight), ranks)
 
 
 def _launched(x: Operand, weight: PackedMatrix, activation: str, targets: list[Tensor]) -> list[Tensor]:

@@ -33,7 +33,8 @@ _ITEM_BYTES = {
     "bfloat16": 2, "short": 2, "uint16": 2, "byte": 1, "char": 1, "bool": 1,
 }  # fmt: skip
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # end on all ranks at the same time
-# A kernel of the toolkit that adds up what earlier kernels have sent. It may end on one rank before it begins on another one.
+# The names of the toolkit's kernels that add up what earlier kernels have sent begin like this. They may end on one rank before
+# they begin on another one.
 SUM_OF_SENT = "one_shot_all_reduce_of_sent"
 PEER = ("send", "recv", "send and recv")
 

@@ -121,7 +121,7 @@ def collectives_of(trace: Trace) -> Collectives:
     order = np.argsort(start.min(1, initial=np.iinfo(np.int64).max), kind="stable")
     row = row[order]
     absent, name = row < 0, trace["name"][row.max(1, initial=-1)]
-    sent = np.isin(name, [code for code, text in enumerate(trace.strings) if text == SUM_OF_SENT])
+    sent = np.isin(name, [code for code, text in enumerate(trace.strings) if (text or "").startswith(SUM_OF_SENT)])
     return Collectives(ranks.tolist(), row, np.where(absent, 0, start[order]), np.where(absent, 0, end[order]), sent)
 
 

@@ -30,10 +30,11 @@ class Effect(NamedTuple):
 
     `bytes` are the bytes that a copy or memset reports, `moved_bytes` those that a kernel reads and writes. `peak` names the
     GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The fixed time of a kernel is
-    `floor` times that of the shortest kernel. It reaches a `share` of the bandwidth of a streaming kernel, and of the
-    arithmetic rate of a large product; with fewer `blocks` than SMs, no more than these can load (0: enough blocks). The
-    `moved_bytes` of a collective are those that a rank receives from others; `ranks` of them take part. The call of a `staged`
-    copy returns when the host's memory may be used again, see `staged_ns`.
+    `floor` times that of the shortest kernel, and that of a collective `floor` times that of the smallest one. A kernel reaches
+    a `share` of the bandwidth of a streaming kernel, and of the arithmetic rate of a large product; with fewer `blocks` than
+    SMs, no more than these can load (0: enough blocks). The `moved_bytes` of a collective are those that a rank receives from
+    others; `ranks` of them take part. The call of a `staged` copy returns when the host's memory may be used again, see
+    `staged_ns`.
     """
 
     kind: str  # kernel | h2d | d2h | d2d | memset | collective | wait
@@ -123,7 +124,7 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
         rate = getattr(spec, _RATE[kind, 1 if effect.pinned == 1 else 0])
         return int(getattr(spec, _FLOOR[kind]) + effect.bytes / rate * 1e9)
     if kind == "collective":
-        fixed = max(NCCL_NS, spec.collective_ns) if effect.algorithm == NCCL else spec.collective_ns
+        fixed = max(NCCL_NS, spec.collective_ns) if effect.algorithm == NCCL else effect.floor * spec.collective_ns
         return int(fixed + moved / spec.peer_bytes_per_s * 1e9)
     rate = spec.reached_bandwidth_bytes_per_s
     if not effect.flops and 2 * moved < spec.l2_bytes:
