@@ -125,6 +125,16 @@ def products_send() -> str:
     return table(["model", "tok/s before", "tok/s", "gain"], rows)
 
 
+def sums_received() -> str:
+    """Return the table of changes that let the launches after products of several GPUs receive their results."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in record("h200x2_sums_received")["rows"]:
+        found.setdefault(row["change"], {})[row["model"].removeprefix("random/")] = row["tok_per_s"]
+    models = list(dict.fromkeys(model for each in found.values() for model in each))
+    rows = [[change, *(span(each[model]) if model in each else "" for model in models)] for change, each in found.items()]
+    return table(["change", *(f"{model}, tok/s" for model in models)], rows)
+
+
 def carveouts() -> tuple[str, str]:
     """Return the tables of steps whose attention, or one of whose products, prefers a share of shared memory."""
     made = record("h200_carveouts")
@@ -608,6 +618,7 @@ def substitutions() -> dict[str, Any]:
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
         "table_products_send": products_send(),
+        "table_sums_received": sums_received(),
         "table_shared_keys": shared_keys(),
         **dict(zip(("table_carveouts", "table_product_carveouts"), carveouts(), strict=True)),
         "table_first_runs": first_runs(),
