@@ -15,7 +15,7 @@ from toolkit.models import layers
 from toolkit.models.cuts import evenly
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm
 from toolkit.models.places import initialize, set_scheme, spot, to_dtype
-from toolkit.ops import matmul
+from toolkit.ops import Partial, matmul
 from toolkit.ops.reference.attention import causal_attention
 from toolkit.weights.fitting import quantize_minmax
 from toolkit.weights.packed import PackedMatrix
@@ -366,15 +366,14 @@ def test_all_ranks_agree_on_whether_experts_send_their_result(
     width: int, shared: int, sends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With unequal parts, the operation may fit on one rank only, and a rank that sends waits for ranks that send."""
-    summed: list[int] = []
+    asked: list[int] = []
 
-    def moe(x: Tensor, residual: Tensor, *given: object, ranks: int) -> tuple[Tensor, Tensor]:
-        summed.append(ranks)
-        return x, residual
+    def moe(x: Tensor, residual: Tensor, *given: object, ranks: int) -> tuple[Tensor | Partial, Tensor]:
+        asked.append(ranks)
+        return Partial(x, ranks, sent=True) if ranks > 1 else x, residual
 
     monkeypatch.setattr(layers.ops, "moe", moe)
     monkeypatch.setattr(layers.ops, "moe_fits", lambda *given: True)
-    monkeypatch.setattr(layers.ops, "all_reduce", lambda x, ranks: summed.append(-ranks))
     for rank in range(2):
         shard = Shard(rank, 2, block=256)
         with torch.device("meta"):
@@ -384,5 +383,8 @@ def test_all_ranks_agree_on_whether_experts_send_their_result(
                 each.gate_up.join()
             router, x, norm = nn.Parameter(torch.empty(5, 512)), torch.empty(1, 1, 512), RMSNorm(512, 1e-6)
         monkeypatch.setattr(layers, "packed_pair", lambda *given: True)
-        assert experts.step(layers.Residual(x, x), norm, router, 2, own) is not None
-    assert summed == ([2, 2] if sends else [1, -2, 1, -2])
+        found = experts.step(layers.Residual(x, x), norm, router, 2, own)
+        assert found is not None
+        assert isinstance(found.added, Partial)
+        assert (found.added.ranks, found.added.sent) == (2, sends)
+    assert asked == ([2, 2] if sends else [1, 1])
