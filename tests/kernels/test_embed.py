@@ -8,6 +8,7 @@ import torch
 from toolkit.core.errors import ModelError, ToolkitError
 from toolkit.kernels.base import Config
 from toolkit.kernels.embed import EMBED_ROWS, EmbedShape
+from toolkit.kernels.exchange import in_memory, memory_words, sum_of_sent
 from toolkit.models.layers import Embedding
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import SCHEMES
@@ -46,6 +47,30 @@ def test_rows_are_the_tables_own(table: str, tokens: int) -> None:
     found = run(shape, inputs, Config(block=512))
     assert torch.equal(found, EMBED_ROWS.reference(shape, inputs)[0])
     assert torch.equal(found, embedding_of(shape, inputs)(inputs["ids"]))
+
+
+@pytest.mark.parametrize("table", ["float32", "q4_k"])
+def test_rows_that_a_part_of_a_table_does_not_hold_are_zeros(table: str) -> None:
+    shape = EmbedShape(5, 9, 256, table, dtype="float32", part=True)
+    inputs = EMBED_ROWS.inputs(shape, DEVICE) | {"ids": torch.tensor([-1, 0, 8, 9, -4000], device=DEVICE)}
+    found = run(shape, inputs, Config(block=512))
+    assert torch.equal(found, EMBED_ROWS.reference(shape, inputs)[0])
+    assert found.any(1).tolist() == [False, True, True, False, False]
+
+
+def test_rows_are_sent() -> None:
+    """Each of two ranks holds a part of the table."""
+    memory = [torch.zeros(memory_words(2), dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    addresses = torch.tensor([each.data_ptr() for each in memory], device=DEVICE)
+    boxes = [in_memory(rank, own, addresses) for rank, own in enumerate(memory)]
+    shape = EmbedShape(3, 8, 700, "float32", dtype="float32", part=True)
+    table, ids = torch.randn(16, 700, device=DEVICE), torch.tensor([7, 15, 8], device=DEVICE)
+    for rank, box in enumerate(boxes):
+        inputs = {"ids": ids - 8 * rank, "table": table[8 * rank :][:8].contiguous()}
+        run(shape, inputs | {"targets": box.sent.targets, "counts": box.sent.counts}, Config(block=256))
+    for box in boxes:
+        sum_of_sent(box, out := torch.empty(3, 700, device=DEVICE)).run()
+        assert torch.equal(out, table[ids])
 
 
 def test_rows_in_bfloat16_are_rounded_before_and_after_the_scale() -> None:

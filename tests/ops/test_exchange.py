@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from toolkit.core.errors import ModelError
 from toolkit.ops import Partial, collectives, exchange
 
 
@@ -32,4 +33,6 @@ def test_without_memory_for_an_operation_what_was_sent_is_taken_all_the_same(mon
     partial = Partial(x, 2, True, (torch.zeros(1), torch.zeros(1)))
     assert partial.taken_by(lambda inbox: len(inbox)) == 2
     assert not partial.is_received
+    with pytest.raises(ModelError, match="received it"):
+        partial.sum()
     assert len(ran) == 1

@@ -66,7 +66,7 @@ def sums(folder: str, ranks: int, rounds: int) -> list[str]:
 def sent(folder: str, ranks: int, rounds: int) -> list[str]:
     """Sum what products send, with random pauses. Return the products whose sum isn't that of their results, bit for bit.
 
-    Every other sum is computed by a norm, if it is a single row.
+    Of two sums of single rows, one is computed by a norm or by experts.
     """
     box, wrong = inbox(folder, ranks), []
     from toolkit.kernels import exchange
@@ -89,23 +89,33 @@ def sent(folder: str, ranks: int, rounds: int) -> list[str]:
         own = run(kernel, shape, inputs)[result]
         if pause.random() < 0.5:
             time.sleep(pause.random() / 200)
-        found = run(kernel, shape, inputs | {"targets": box.sent.targets, "counts": box.sent.counts})[result]
-        norm, given = None, {}
+        sum_of = run(kernel, shape, inputs | {"targets": box.sent.targets, "counts": box.sent.counts})[result]
+        receiver = None
         if own.numel() == own.shape[-1] and number % 8 < 4:
-            norm = NormShape(1, own.numel(), "add_norm", dtype=str(own.dtype).removeprefix("torch."))
-            given = RMS_NORM.inputs(norm, "cpu", number)
-            given |= {"x": found.view(1, -1), "words": box.sent.words, "counts": box.sent.counts}
-            found = run(RMS_NORM, norm, given)["out"]
+            if kernel is MOE_STEP and number % 16 < 8:
+                receiver = MOE_STEP, shape, MOE_STEP.inputs(shape, "cpu", number), ("output", "residual")
+            else:
+                form = ("add_norm", "norm_add_norm")[number // 8 % 2]
+                norm = NormShape(1, own.numel(), form, dtype=str(own.dtype).removeprefix("torch."))
+                receiver = RMS_NORM, norm, RMS_NORM.inputs(norm, "cpu", number), ("out", "residual")
+            by, other, given, names = receiver
+            made = run(by, other, given | {"x": own.view(given["x"].shape), "words": box.sent.words, "counts": box.sent.counts})
+            found = [made[name] for name in names]
         else:
-            exchange.sum_of_sent(box, found).run()
-        done.append((f"{kernel.name} {number}", own, found, norm, given))
-    for name, own, found, norm, given in done:
-        wanted = torch.empty_like(own)
-        exchange.all_reduce(box, own, wanted).run()
-        if norm is not None:
-            inputs = {key: given[key] for key in ("weight", "residual")}
-            wanted = run(RMS_NORM, norm, inputs | {"x": wanted.view(1, -1)})["out"]
-        if not torch.equal(found, wanted) or torch.equal(found.view(own.shape), own):
+            exchange.sum_of_sent(box, sum_of).run()
+            found = [sum_of]
+        done.append((f"{kernel.name} {number}", own, found, receiver))
+    for name, own, found, receiver in done:
+        total = torch.empty_like(own)
+        exchange.all_reduce(box, own, total).run()
+        wanted = [total]
+        if torch.equal(total, own):
+            wrong.append(f"{name} is its own sum")
+        if receiver is not None:
+            by, other, given, names = receiver
+            made = run(by, other, given | {"x": total.view(given["x"].shape)})
+            wanted = [made[name] for name in names]
+        if not all(map(torch.equal, found, wanted)):
             wrong.append(name)
     return wrong
 

@@ -9,9 +9,11 @@ every launch waits for the one before it, it has waited for all of them.
 A kernel that calls `let_next_begin` after `await_previous` guarantees more: when the next launch starts, everything before
 *this* launch is complete. `int4_matmul` does so, and the kernels after it rely on it: before they wait, `norms_rope`,
 `kv_encode` and `attention` read positions, `attention` also the keys and values of earlier tokens, `delta_rule` what earlier
-tokens left, `moe` what its first launch wrote, and norms and `routing` how many results of products were received. A kernel
-that calls it first doesn't guarantee it, but the next launch, which may wait for several, then loads its matrix during all of
-them.
+tokens left, and `moe` what its first launch wrote. A kernel that calls it first doesn't guarantee it, but the next launch,
+which may wait for several, then loads its matrix during all of them.
+
+Kernels that send their results to other ranks (`exchange`) must guarantee it, too. Before they wait, norms and `routing` read
+how many results were received.
 """
 
 from __future__ import annotations

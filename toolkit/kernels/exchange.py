@@ -17,8 +17,11 @@ Products of decode steps send their results themselves (`targets_of`, `send`), t
 part of the memory. The launch that needs the sum receives the results, and adds them up: a norm, the start of a mixture of
 experts, or, where neither follows, a launch for the sum alone (`sum_of_sent`). In this part of the memory, 0 means that a value
 has not arrived. A value is sent with its sign bit flipped, and -0.0 as 0.0, so that no value is 0. What was read is emptied,
-which means set to 0 again. A product may write to a place again, because every other rank has emptied it before its own last
-product began, and this rank has received the result of that product. `docs/guides/ranks.md` has measurements.
+which means set to 0 again. A product may write to a place again: this rank has received the last result of every other rank,
+which had emptied the place before it sent that result. `docs/guides/ranks.md` has measurements.
+
+Every value of a result must belong to one thread of a block that receives it. Otherwise two threads could read it at different
+times, of which one finds it missing. So such a block has no more threads than values (`most_warps`).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Launch
 from toolkit.kernels.early import INTERPRETED, take_turn
 
@@ -140,7 +144,7 @@ def sum_of_sent(inbox: Inbox, out: Tensor) -> Launch:
     arguments = {"out_ptr": out, "n": out.numel(), "words_ptr": inbox.sent.words, "counts_ptr": inbox.sent.counts}
     constants = {"RANKS": inbox.ranks, "BLOCK": SENT_BLOCK.value // out.itemsize}
     grid = (-(-out.nbytes // SENT_BLOCK.value),)
-    return Launch(one_shot_all_reduce_of_sent, grid, arguments, constants, warps=4, early=True)
+    return Launch(one_shot_all_reduce_of_sent, grid, arguments, constants, min(4, most_warps(constants["BLOCK"])), early=True)
 
 
 def sending(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -156,11 +160,20 @@ def sending(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 def receiving(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the arguments and the constants of a launch that receives an input if its kernel has the inputs for that.
 
-    Those are "words" and "counts" of a `Sent`.
+    Those are "words" and "counts" of a `Sent`. Only the shape and the dtype of its input "x" count then. Raises ModelError if
+    a result like "x" can't be sent.
     """
     if "words" not in inputs:
         return {}, {"words_ptr": None, "counts_ptr": None, "RANKS": 1}
+    if inputs["x"].nbytes > SENT_BYTES.value:
+        found = f"{inputs['x'].nbytes:,} bytes, and {SENT_BYTES.value:,} is the most"
+        raise ModelError("receiving what products have sent", found, "Sum it by `all_reduce`")
     return {f"{name}_ptr": inputs[name] for name in ("words", "counts")}, {"RANKS": inputs["words"].shape[1]}
+
+
+def most_warps(values: int) -> int:
+    """Return how many warps a block may have that receives so many values, a power of two."""
+    return max(1, values // 32)
 
 
 def named(name: str) -> Callable[[Any], str]:
@@ -300,8 +313,7 @@ def targets_of(targets_ptr, counts_ptr, at, dtype: tl.constexpr, RANKS: tl.const
 
     Call it after the launch's turn, and long before `send`, so that nothing waits for what it loads.
     """
-    SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
-    offset = (tl.load(counts_ptr) & 1) * (RANKS * SENT_BYTES // SIZE) + at
+    offset = (tl.load(counts_ptr) & 1) * (RANKS * _room(dtype)) + at
     found = ()
     for i in tl.static_range(RANKS):
         found = found + (tl.load(targets_ptr + i).to(tl.pointer_type(_bits_of(dtype))) + offset,)  # noqa: RUF005
@@ -362,16 +374,34 @@ def received(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
 
 
 @triton.jit
-def arrived(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
-    """Return the sum of the values at `place`, infinity where one hasn't arrived. Call it after the launch's turn.
+def received_row(place, inside, residual, dtype: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr):
+    """Return the sum that `received` returns, rounded to `dtype`, and the sum of its squares. If ADD, the residual is added.
 
-    A launch that goes on to sum up squares learns from their sum whether all values have arrived, without a sum for that alone.
+    The sum of squares tells whether all values have arrived: a missing one makes it infinite. So no other sum is needed to find
+    that out. The sum is also a barrier: all threads have read their values then.
     """
+    x = _rounded(arrived(place, inside, dtype, RANKS), residual, dtype, ADD)
+    squares = tl.sum(x * x)
+    if not squares < float("inf"):
+        x = _rounded(received(place, inside, dtype, RANKS), residual, dtype, ADD)
+        squares = tl.sum(x * x)
+    return x, squares
+
+
+@triton.jit
+def arrived(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
+    """Return the sum of the values at `place`, fp32, infinity where one hasn't arrived. Call it after the launch's turn."""
     bits = _loaded(place, inside, RANKS)
     total = _sum(bits, dtype)
     for sender in tl.static_range(RANKS):
         total = tl.where(bits[sender] == 0, float("inf"), total)
     return total
+
+
+@triton.jit
+def _rounded(x, residual, dtype: tl.constexpr, ADD: tl.constexpr):
+    x = x.to(dtype).to(tl.float32)
+    return (x + residual).to(dtype).to(tl.float32) if ADD else x
 
 
 @triton.jit
@@ -385,10 +415,11 @@ def _sum(bits, dtype: tl.constexpr):
 
 @triton.jit
 def _loaded(place, inside, RANKS: tl.constexpr):
-    """Return what is at `place` from each rank, a tuple."""
+    """Return what is at `place` from each rank, a tuple; 0 as it is sent where not `inside`."""
+    sign: tl.constexpr = -(1 << (place.dtype.element_ty.primitive_bitwidth - 1))
     found = ()
     for sender in tl.static_range(RANKS):
-        found = found + (tl.load(place + sender * _room(place.dtype.element_ty), mask=inside, other=1, volatile=True),)  # noqa: RUF005
+        found = found + (tl.load(place + sender * _room(place.dtype.element_ty), mask=inside, other=sign, volatile=True),)  # noqa: RUF005
     return found
 
 

@@ -26,7 +26,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import take_turn
-from toolkit.kernels.exchange import count_received, empty, place_of, receiving, send, sending, targets_of
+from toolkit.kernels.exchange import count_received, empty, most_warps, place_of, receiving, send, sending, targets_of
 from toolkit.kernels.int4_matmul import BLOCK, EPILOGUES, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, matrix_pointers, randomize
 from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
@@ -94,7 +94,8 @@ class MoeStep(Kernel):
     The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows before
     up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; for the shared expert "shared_up_codes" [2 width,
     hidden / 2], ... and "shared_down_codes", ... . With inputs "targets" and "counts" (see `toolkit.kernels.exchange.Sent`) the
-    experts' sum is sent to all ranks instead of written. With inputs "words" and "counts", x is what products have sent.
+    experts' sum is sent to all ranks instead of written. With inputs "words" and "counts", x is received, and
+    only its shape and dtype count.
     """
 
     name = "moe_step"
@@ -217,8 +218,9 @@ class MoeStep(Kernel):
         second |= scheme_constants(find_scheme(shape.down))
         starts, ups, downs = 1 + -(-shape.rows // each), shape.used * shape.width // pairs, -(-shape.hidden // rows)
         ups += bool(arrived)
+        start_warps = min(START_WARPS, most_warps(first_of_all["BLOCK"])) if arrived else START_WARPS
         return [
-            Launch(start, (starts,), {**given, **scores, **x}, first_of_all, START_WARPS, early=True),
+            Launch(start, (starts,), {**given, **scores, **x}, first_of_all, start_warps, early=True),
             Launch(_up, (ups,), up_arguments, sizes | first, config.warps, early=True),
             Launch(_down, (downs,), down_arguments, sizes | second, config["down_warps"], early=True),
         ]

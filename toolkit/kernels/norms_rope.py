@@ -28,7 +28,7 @@ from toolkit.kernels.ahead import LINES, RUN, Asked, ask_ahead, asked_of
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin
-from toolkit.kernels.exchange import arrived, count_received, empty, named, place_of, received, receiving
+from toolkit.kernels.exchange import count_received, empty, most_warps, named, place_of, received_row, receiving
 from toolkit.kernels.packed import quantise_groups
 from toolkit.kernels.shared_keys import shared_weight, stored_numbers
 from toolkit.weights.packed import quantize_activations
@@ -74,8 +74,8 @@ class RmsNorm(Kernel):
     [1]. Results, if the form has them: out and residual [T, hidden]; codes int8 [T, hidden] (four per 32-bit word), scales and
     sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. An input "ahead", of any shape and dtype,
     is what the next launch reads: this one asks for a part of it (see `toolkit.kernels.ahead`). With inputs "words" and
-    "counts" (see `toolkit.kernels.exchange.Sent`), x is a single row that products have sent; this needs a residual. Raises
-    ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
+    "counts" (see `toolkit.kernels.exchange.Sent`), the row is received: x is only its shape and dtype. This needs a residual,
+    and a single row. Raises ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "rms_norm"
@@ -163,7 +163,8 @@ class RmsNorm(Kernel):
             "RUN": RUN, "LINES": LINES, **ranks,
         }  # fmt: skip
         grid = (shape.tokens + asked.blocks,)
-        return [Launch(_norm_kernel, grid, arguments, constants, config.warps, config.stages, early=True)]
+        warps = min(config.warps, most_warps(constants["BLOCK"])) if arrived else config.warps
+        return [Launch(_norm_kernel, grid, arguments, constants, warps, config.stages, early=True)]
 
     def _check(self, shape: NormShape, inputs: Tensors, outputs: Tensors) -> None:
         dtype, rows = DTYPES[shape.dtype], (shape.tokens, shape.hidden)
@@ -431,11 +432,7 @@ def _norm_kernel(
     if RANKS > 1:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         place = place_of(words_ptr, number, at, DTYPE, RANKS)
-        x = _rounded(arrived(place, inside, DTYPE, RANKS), residual, DTYPE, ADD_FIRST)
-        squares = tl.sum(x * x)
-        if not squares < float("inf"):
-            x = _rounded(received(place, inside, DTYPE, RANKS), residual, DTYPE, ADD_FIRST)
-            squares = tl.sum(x * x)
+        x, squares = received_row(place, inside, residual, DTYPE, ADD_FIRST, RANKS)
         empty(place, inside, RANKS)
         count_received(counts_ptr, number)
     else:
@@ -465,13 +462,6 @@ def _norm_kernel(
         tl.store(codes_ptr + at, codes, mask=inside)
         tl.store(scales_ptr + at_group, scales, mask=group < HIDDEN // 32)
         tl.store(sums_ptr + at_group, sums, mask=group < HIDDEN // 32)
-
-
-@triton.jit
-def _rounded(x, residual, dtype: tl.constexpr, ADD: tl.constexpr):
-    """Return x, plus the residual if ADD, in fp32, rounded to the dtype wherever the models round."""
-    x = x.to(dtype).to(tl.float32)
-    return (x + residual).to(dtype).to(tl.float32) if ADD else x
 
 
 @triton.jit(do_not_specialize_on_alignment=["at_ptr"])  # a part of a longer tensor: it may begin anywhere

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from toolkit.kernels.early import await_previous, let_next_begin
-from toolkit.kernels.exchange import arrived, named, place_of, received
+from toolkit.kernels.exchange import named, place_of, received_row
 from toolkit.kernels.packed import to_codes
 
 
@@ -136,8 +136,9 @@ def start(
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Add x to the residual, and normalize the sum. With several RANKS, x is received (see `toolkit.kernels.exchange`).
-    The first program stores both; the others compute EACH of ROWS scores each.
+    """Add x to the residual, and normalize the sum. The first program stores both; the others compute EACH of ROWS scores each.
+
+    With several RANKS, x is received (see `toolkit.kernels.exchange`).
 
     Every program computes the norm, from a few kilobytes in the L2 cache, in the same order. The sum, its norm and the scores
     are rounded to the dtype of x, and the stored norm to 8 bits. The norm's weight and the router, which no kernel writes, are
@@ -158,12 +159,8 @@ def start(
         place = place_of(words_ptr, tl.load(counts_ptr, volatile=True), at, DTYPE, RANKS)
     await_previous()
     if RANKS > 1:
-        kept = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        value = (arrived(place, inside, DTYPE, RANKS).to(DTYPE).to(tl.float32) + kept).to(DTYPE)
-        squares = tl.sum(value.to(tl.float32) * value.to(tl.float32))
-        if not squares < float("inf"):
-            value = (received(place, inside, DTYPE, RANKS).to(DTYPE).to(tl.float32) + kept).to(DTYPE)
-            squares = tl.sum(value.to(tl.float32) * value.to(tl.float32))
+        value = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        value, squares = received_row(place, inside, value, DTYPE, True, RANKS)
     else:
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)

@@ -28,8 +28,8 @@ from toolkit.ops import exchange
 from toolkit.ops.define import describing, direct, is_launched
 from toolkit.ops.tape import recording
 
-# What a sum of what products have sent takes, of the time of a collective on its own. It follows from the steps of two models
-# on two H200s (bench/results/h200x2_ranks_received.json).
+# What a sum of what products have sent takes, of the time of a collective on its own. With this, steps of two models on two
+# virtual H200s take as long as measured (bench/results/h200x2_ranks_received.json).
 SENT_FLOOR = 0.45
 
 _library = torch.library.Library("toolkit", "FRAGMENT")
@@ -44,17 +44,23 @@ class Partial:
         share: The share; the sum has its shape and its dtype.
         ranks: The number of ranks.
         sent: Whether the product has sent its result to all ranks. Then `share` only has the memory for the sum, which must be
-            taken, once: by `sum`, or by an operation.
+            taken before another product sends: by `sum`, or by an operation. If an error other than that of too little memory
+            comes first, leave the process group.
         inbox: By which an operation receives what the ranks have sent; empty if it can't.
+        taken: Whether an operation has received the sum. Nobody else has it then.
     """
 
     share: Tensor
     ranks: int
     sent: bool = False
     inbox: Sequence[Tensor] = ()
+    taken: bool = False
 
     def sum(self) -> Tensor:
-        """Return the sum over all ranks, computed in fp32."""
+        """Return the sum over all ranks, computed in fp32. Raises ModelError if an operation has taken it."""
+        if self.taken:
+            found, do = "the operation that used it received it, and nobody else has it", "Use the result of that operation"
+            raise ModelError("a sum over ranks", found, do)
         if not self.sent:
             self.share = all_reduce(self.share, self.ranks)
         elif not describing():
@@ -65,7 +71,7 @@ class Partial:
     @property
     def is_received(self) -> bool:
         """Whether an operation can take the sum, instead of its caller: a single row that was sent, on CUDA."""
-        return self.sent and len(self.inbox) > 0 and self.share.numel() == self.share.shape[-1]
+        return self.sent and not self.taken and len(self.inbox) > 0 and self.share.numel() == self.share.shape[-1]
 
     def taken_by(self, operation: Callable[[Sequence[Tensor]], _T]) -> _T:
         """Return `operation(inbox)`, which launches an operation that receives the sum. Needs `is_received`."""
@@ -77,7 +83,7 @@ class Partial:
             raise
         if not describing():
             exchange.announce(self.share, self.ranks)
-        self.sent, self.share = False, self.share[:0]  # nobody takes it again
+        self.taken = True
         return found
 
 
@@ -202,7 +208,7 @@ def _all_reduce_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tens
 
 @rule("toolkit::all_reduce_sent_")
 def _all_reduce_sent_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> list[Effect]:
-    """Return the sum, which waits for the other ranks. On CUDA, the launch that needs it computes it."""
+    """Return the sum, which waits for the other ranks. On CUDA, the launch that needs the sum of one token computes it."""
     x, ranks = args[0], args[1]
     size = nbytes(x)
     return [collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT)._replace(floor=SENT_FLOOR)]

@@ -2,7 +2,7 @@
 
 `define` registers one operation. On CUDA it launches its kernels, by a plan if it has run before on operands like these (see
 `plans`); Triton is imported by the first call. The virtual GPU computes with the reference and records the launches of CUDA,
-less one for configs that split the work further.
+less one for configs that split the work further. It records a sum over ranks apart from the launch that receives it.
 """
 
 from __future__ import annotations

@@ -70,14 +70,17 @@ def moe(
     """
     up, down = matrices
     held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
-    rest = (aligned(residual), norm, eps, router, *held, up.scheme.name, down.scheme.name, top_k, activation)
+    rest = (norm, eps, router, *held, up.scheme.name, down.scheme.name, top_k, activation)
+
+    def run(x: Tensor, targets: list[Tensor], inbox: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        return call("moe", x, aligned(residual), *rest, targets, inbox)  # type: ignore[no-any-return]
+
     if isinstance(x, Partial) and x.is_received:
-        given = x.share
-        run = lambda targets: x.taken_by(lambda inbox: call("moe", given, *rest, targets, inbox))  # noqa: E731
+        share, took = x.share, x.taken_by
+        out, (total,) = partial_of(lambda targets: took(partial(run, share, targets)), share.device, share.nbytes, ranks)
     else:
-        given = aligned(whole(x))
-        run = partial(call, "moe", given, *rest)
-    out, (total,) = partial_of(run, given.device, given.nbytes, ranks)
+        plain = aligned(whole(x))
+        out, (total,) = partial_of(partial(run, plain), plain.device, plain.nbytes, ranks)
     return out, total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,11 +57,14 @@ def _norm(
     like = share_of(x)
     if not like.numel() or not on_gpu(like, weight, residual, post_weight, scalar):
         return _norm_reference(whole(x), weight, eps, residual, post_weight, scalar, normed, False)
-    residual = None if residual is None else aligned(residual)
-    rest = (weight, eps, residual, post_weight, scalar, normed, quantize and quantizes(like), ahead)
+    rest = (post_weight, scalar, normed, quantize and quantizes(like), ahead)
+
+    def run(x: Tensor, inbox: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        return call("rms_norm", x, weight, eps, None if residual is None else aligned(residual), *rest, inbox)  # type: ignore[no-any-return]
+
     if isinstance(x, Partial) and x.is_received:
-        return x.taken_by(lambda inbox: call("rms_norm", like, *rest, inbox))  # type: ignore[no-any-return]
-    return call("rms_norm", aligned(whole(x)), *rest, None)  # type: ignore[no-any-return]
+        return x.taken_by(partial(run, like))
+    return run(aligned(whole(x)), None)
 
 
 def _norm_reference(

@@ -1,8 +1,8 @@
 """Find the collectives of a recording: what the toolkit's operations announced, in the order of their launches.
 
-An announcement says what the next launch of a collective is. In a capture, it belongs to a node of the graph, and to that node
-in every launch of the graph. Kernels of collectives that nobody announced keep what their names, and PyTorch's record of the
-call, say.
+An announcement says what a launch of a collective is. It comes just before or after that launch. In a capture, it belongs to a
+node of the graph, and to that node in every launch of the graph. Kernels of collectives that nobody announced keep what their
+names, and PyTorch's record of the call, say.
 """
 
 from __future__ import annotations

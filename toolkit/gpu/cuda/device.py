@@ -169,7 +169,7 @@ class CudaGpu(Device):
         return polled(token, kernel) if self._publishes else int(token.item())
 
     def note_collective(self, operation: str, n_bytes: int, ranks: int, algorithm: str) -> None:
-        """Note that the next launch of a collective is this one; see `toolkit.trace.columns` for the columns."""
+        """Note a launch of a collective, just before or after it; see `toolkit.trace.columns` for the columns."""
         if self._session is not None:
             self._session.announced.append(Announced(perf_counter_ns(), operation, n_bytes, ranks, algorithm))
 
