@@ -16,6 +16,7 @@ from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 from toolkit.ops import define, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AHEAD = -2  # the place of "ahead" among the operands of the norm
 SIZES = (1, LINE, 100 * LINE + 5, 3 << 20, 200 << 20)
 
 
@@ -61,7 +62,7 @@ def test_decode_steps_ask_during_two_norms(
     matrix = torch.ones(64, 64, device="vgpu", dtype=torch.uint8)
     with torch.no_grad():
         ops.add_norm(x, x, weight, 1e-6, weight if post else None, ahead=matrix)
-    assert (seen[0][-1] is matrix) == wanted
+    assert (seen[0][AHEAD] is matrix) == wanted
 
 
 def test_packages_do_not_ask(empty_card: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_packages_do_not_ask(empty_card: object, monkeypatch: pytest.MonkeyPatch
     x, weight = torch.ones(1, 1, 64, device="vgpu", dtype=torch.bfloat16), torch.ones(64, device="vgpu")
     with torch.no_grad():
         ops.add_norm(x, x, weight, 1e-6, weight, ahead=torch.ones(64, 64, device="vgpu", dtype=torch.uint8))
-    assert seen[0][-1] is None
+    assert seen[0][AHEAD] is None
 
 
 @pytest.mark.parametrize(("path", "asks"), [("demo/gemma4", True), ("demo/qwen3", False)])
@@ -84,7 +85,7 @@ def test_steps_of_models_ask_for_what_is_read_next(
     real = norms.call
 
     def noted(name: str, *given: Any) -> Any:
-        asked.append(None if given[-1] is None else given[-1].data_ptr())
+        asked.append(None if given[AHEAD] is None else given[AHEAD].data_ptr())
         return real(name, *given)
 
     monkeypatch.setattr(norms, "call", noted)

@@ -51,11 +51,12 @@ def test_rows_are_the_tables_own(table: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("table", ["float32", "q4_k"])
 def test_rows_that_a_part_of_a_table_does_not_hold_are_zeros(table: str) -> None:
-    shape = EmbedShape(5, 9, 256, table, dtype="float32", part=True)
-    inputs = EMBED_ROWS.inputs(shape, DEVICE) | {"ids": torch.tensor([-1, 0, 8, 9, -4000], device=DEVICE)}
-    found = run(shape, inputs, Config(block=512))
-    assert torch.equal(found, EMBED_ROWS.reference(shape, inputs)[0])
-    assert found.any(1).tolist() == [False, True, True, False, False]
+    shape = EmbedShape(5, 9, 256, table, dtype="float32")
+    for first, ids, held in ((0, (0, 8, 9, 40, 3), (1, 1, 0, 0, 1)), (5, (4, 5, 13, 14, 0), (0, 1, 1, 0, 0))):
+        inputs = EMBED_ROWS.inputs(shape, DEVICE) | {"ids": torch.tensor(ids, device=DEVICE), "before": torch.empty(first, 0)}
+        found = run(shape, inputs, Config(block=512))
+        assert torch.equal(found, EMBED_ROWS.reference(shape, inputs)[0])
+        assert found.any(1).tolist() == [*map(bool, held)]
 
 
 def test_rows_are_sent() -> None:
@@ -63,10 +64,10 @@ def test_rows_are_sent() -> None:
     memory = [torch.zeros(memory_words(2), dtype=torch.int64, device=DEVICE) for _ in range(2)]
     addresses = torch.tensor([each.data_ptr() for each in memory], device=DEVICE)
     boxes = [in_memory(rank, own, addresses) for rank, own in enumerate(memory)]
-    shape = EmbedShape(3, 8, 700, "float32", dtype="float32", part=True)
+    shape = EmbedShape(3, 8, 700, "float32", dtype="float32")
     table, ids = torch.randn(16, 700, device=DEVICE), torch.tensor([7, 15, 8], device=DEVICE)
     for rank, box in enumerate(boxes):
-        inputs = {"ids": ids - 8 * rank, "table": table[8 * rank :][:8].contiguous()}
+        inputs = {"ids": ids, "table": table[8 * rank :][:8].contiguous(), "before": torch.empty(8 * rank, 0)}
         run(shape, inputs | {"targets": box.sent.targets, "counts": box.sent.counts}, Config(block=256))
     for box in boxes:
         sum_of_sent(box, out := torch.empty(3, 700, device=DEVICE)).run()

@@ -25,7 +25,7 @@ from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, a
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
 from toolkit.kernels.packed import quantise_groups
-from toolkit.weights.packed import empty_quantized, quantize_activations
+from toolkit.weights.packed import quantize_activations
 
 KEY_EPS = 1e-6  # of the norm of queries and keys
 INTEGERS = (torch.int32, torch.int64)
@@ -146,16 +146,16 @@ class DeltaStep(Kernel):
         """Return the results (two are inputs, written in place), the reads of each part of a head, and zeroed arrivals."""
         assert isinstance(shape, DeltaStepShape)
         device, heads, size = inputs["qkv"].device, shape.value_heads, shape.value_heads * shape.value_dim
-        output = torch.empty(size, dtype=shape.torch_dtype, device=device)
-        quantised = empty_quantized(output) if shape.quantised else ()
-        return {
-            "output": output,
+        found = {
+            "output": torch.empty(size, dtype=shape.torch_dtype, device=device),
             "ring": inputs["ring"],
             "memory": inputs["memory"],
-            **dict(zip(QUANTISED, quantised, strict=False)),
-            "found": torch.empty(size, device=device),
-            "arrivals": arrivals(inputs, heads, device),
         }
+        if shape.quantised:
+            found["codes"] = torch.empty(size, dtype=torch.int8, device=device)
+            found["scales"] = torch.empty(size // GROUP, device=device)
+            found["sums"] = torch.empty(size // GROUP, device=device)
+        return found | {"found": torch.empty(size, device=device), "arrivals": arrivals(inputs, heads, device)}
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, DeltaStepShape)

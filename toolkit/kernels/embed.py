@@ -31,8 +31,7 @@ class EmbedShape(Shape):
     """`tokens` rows of a table [vocab, hidden], in `dtype`.
 
     `table` is the dtype of a plain table, which must be `dtype`, or the name of a scheme. `scale` multiplies the rows after
-    they are rounded to `dtype`. It is text because a shape holds no floats. With `part`, the table is a part of a longer
-    one, and the rows of ids that it doesn't hold are zeros.
+    they are rounded to `dtype`. It is text because a shape holds no floats.
     """
 
     tokens: int
@@ -41,7 +40,6 @@ class EmbedShape(Shape):
     table: str = "bfloat16"
     scale: str = "1.0"
     dtype: str = "bfloat16"
-    part: bool = False
 
     def __post_init__(self) -> None:
         asked = f"rows of {self.hidden:,} in {self.dtype} from a table in {self.table}"
@@ -68,15 +66,19 @@ class EmbedShape(Shape):
 class EmbedRows(Kernel):
     """Row ids[t] of a table, for every t.
 
-    Inputs: ids int64 [tokens], and the table [vocab, hidden] or its parts (see `PackedMatrix`). Unless the table is a `part`,
-    ids are those of its rows, which isn't checked. Result: out [tokens, hidden]. With inputs "targets" and "counts" (see
-    `toolkit.kernels.exchange.Sent`) it is sent to all ranks instead of written. Raises ModelError for tensors with another
-    shape, dtype or device, or that are not contiguous and aligned.
+    Inputs: ids int64 [tokens], and the table [vocab, hidden] or its parts (see `PackedMatrix`). Ids are those of its rows,
+    which isn't checked. Result: out [tokens, hidden].
+
+    If the table is a part of a longer one, the input "before" is an empty tensor [n, 0], where n rows come before the part. Ids
+    are those of the longer table then, and the rows that the part doesn't hold are zeros. With inputs "targets" and "counts"
+    (see `toolkit.kernels.exchange.Sent`), the result is sent to all ranks instead of written.
+
+    Raises ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "embed_rows"
     shape_type: ClassVar[type[Shape]] = EmbedShape
-    lengths = ("tokens", "vocab", "part")
+    lengths = ("tokens", "vocab")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b": EmbedShape(1, 262144, 5376, "q6_k", scale="73.5"),
         "gemma4-31b, 512 tokens": EmbedShape(512, 262144, 5376, "q6_k", scale="73.5"),
@@ -103,11 +105,12 @@ class EmbedRows(Kernel):
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, EmbedShape)
-        held = inputs["ids"].clamp(0, shape.vocab - 1)
+        own = inputs["ids"] - (len(inputs["before"]) if "before" in inputs else 0)
+        held = own.clamp(0, shape.vocab - 1)
         parts = {name: inputs[name].index_select(0, held) for name in shape.parts()}
         rows = dequantize(shape.scheme, parts, DTYPES[shape.dtype]) if shape.scheme else parts["table"]
         rows = rows if float(shape.scale) == 1.0 else rows * float(shape.scale)
-        return (rows.masked_fill((inputs["ids"] != held)[:, None], 0),)
+        return (rows.masked_fill((own != held)[:, None], 0),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, EmbedShape)
@@ -122,10 +125,10 @@ class EmbedRows(Kernel):
         check_tensor(self.name, "out", outputs["out"], (shape.tokens, shape.hidden), DTYPES[shape.dtype], ids)
         arguments = {"ids_ptr": ids, "out_ptr": outputs["out"], **_pointers(shape, inputs), "scale": float(shape.scale)}
         to, ranks = sending(inputs)
-        arguments |= to
+        arguments |= {"first": len(inputs["before"]) if "before" in inputs else None, **to}  # type: ignore[dict-item]
         constants = {
             "HIDDEN": shape.hidden, "SCALED": float(shape.scale) != 1.0, "BLOCK": config["block"], **_constants(shape.scheme),
-            "VOCAB": shape.vocab if shape.part else 0, **ranks,
+            "VOCAB": shape.vocab if "before" in inputs else 0, **ranks,
         }  # fmt: skip
         grid = (shape.tokens, triton.cdiv(shape.hidden, config["block"]))
         return [Launch(_embed_kernel, grid, arguments, constants, config.warps, config.stages, early=True)]
@@ -215,12 +218,12 @@ def _weights(
 
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])  # a part of a longer tensor: it may begin anywhere
 def _embed_kernel(
-    ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, scale,
+    ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, scale, first,
     targets_ptr, counts_ptr,
     HIDDEN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, VOCAB: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one row per program. If VOCAB is not 0, ids may be those of other rows than these."""
+    """BLOCK columns of one row per program. If VOCAB is not 0, the table holds only so many rows, from `first` on."""
     take_turn()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -231,6 +234,7 @@ def _embed_kernel(
     token = tl.load(ids_ptr + row)
     held = token
     if VOCAB > 0:
+        token -= first
         held = tl.minimum(tl.maximum(token, 0), VOCAB - 1)
     values = _weights(
         codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, held,

@@ -29,7 +29,7 @@ def embed(ids: Tensor, table: Tensor | PackedMatrix, dtype: torch.dtype, scale: 
     """
     if not isinstance(table, PackedMatrix) and scale == 1.0:
         return F.embedding(ids, table)
-    operands = _operands(ids, table, dtype, scale, False)
+    operands = _operands(ids, table, dtype, scale, -1)
     return _run(*operands) if _launched(*operands) else _reference(*operands)
 
 
@@ -40,7 +40,7 @@ def embed_partial(
 
     This rank's `table` holds the rows from `first` on. Its share of the others is zeros.
     """
-    operands = _operands(ids - first if first else ids, table, dtype, scale, True)
+    operands = _operands(ids, table, dtype, scale, first)
     if not _launched(*operands):
         return Partial(_reference(*operands), ranks)
     if ids.numel() > DECODED:
@@ -50,12 +50,12 @@ def embed_partial(
 
 
 def _operands(
-    ids: Tensor, table: Tensor | PackedMatrix, dtype: torch.dtype, scale: float, part: bool
-) -> tuple[Tensor, list[Tensor], str, torch.dtype, float, bool]:
+    ids: Tensor, table: Tensor | PackedMatrix, dtype: torch.dtype, scale: float, first: int
+) -> tuple[Tensor, list[Tensor], str, torch.dtype, float, int]:
     """Return the operands of the operation."""
     if isinstance(table, PackedMatrix):
-        return ids.contiguous(), table.operand(), table.scheme.name, dtype, scale, part
-    return ids.contiguous(), [table], "", table.dtype, scale, part
+        return ids.contiguous(), table.operand(), table.scheme.name, dtype, scale, first
+    return ids.contiguous(), [table], "", table.dtype, scale, first
 
 
 def _launched(ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, *rest: Any) -> bool:
@@ -68,15 +68,16 @@ def _run(*operands: Any) -> Tensor:
 
 
 def _reference(
-    ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, part: bool = False,
+    ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, first: int = -1,
     targets: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    held = ids.clamp(0, parts[0].shape[0] - 1) if part else ids
-    found = [F.embedding(held, tensor) for tensor in parts]
+    own = ids if first < 0 else ids - first
+    held = ids if first < 0 else own.clamp(0, parts[0].shape[0] - 1)
+    found = [F.embedding(held, part) for part in parts]
     names = SCHEMES[scheme].parts() if scheme else ()
     rows = dequantize(SCHEMES[scheme], dict(zip(names, found, strict=True)), dtype) if scheme else found[0]
     rows = rows if scale == 1.0 else rows * scale
-    return rows.masked_fill_((ids != held)[..., None], 0) if part else rows
+    return rows if first < 0 else rows.masked_fill_((own != held)[..., None], 0)
 
 
 def _hidden(parts: Sequence[Tensor], scheme: str) -> int:
@@ -85,27 +86,28 @@ def _hidden(parts: Sequence[Tensor], scheme: str) -> int:
 
 
 def _shape(
-    ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, part: bool = False,
+    ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, first: int = -1,
     targets: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     return ids.new_empty(*ids.shape, _hidden(parts, scheme), dtype=dtype)
 
 
 def _problem(
-    ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, part: bool = False,
+    ids: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, first: int = -1,
     targets: Sequence[Tensor] | None = None,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.embed import EMBED_ROWS, EmbedShape
 
     name = dtype_name(dtype)
-    shape = EmbedShape(ids.numel(), parts[0].shape[0], _hidden(parts, scheme), scheme or name, repr(scale), name, part)
+    shape = EmbedShape(ids.numel(), parts[0].shape[0], _hidden(parts, scheme), scheme or name, repr(scale), name)
     names = SCHEMES[scheme].parts() if scheme else ("table",)
     inputs = {"ids": ids.view(-1), **dict(zip(names, parts, strict=True))}
+    inputs |= {"before": torch.empty(first, 0, device="meta")} if first >= 0 else {}  # its shape says where the part begins
     return EMBED_ROWS, shape, inputs | dict(zip(("targets", "counts"), targets or (), strict=False))
 
 
 define(
-    "embed_rows(Tensor ids, Tensor[] parts, str scheme, ScalarType dtype, float scale, bool part=False, "
+    "embed_rows(Tensor ids, Tensor[] parts, str scheme, ScalarType dtype, float scale, int first=-1, "
     "Tensor[]? targets=None) -> Tensor",
     _reference, _shape, _problem, lambda outputs, ids: outputs["out"].view(*ids.shape, -1),
 )  # fmt: skip
