@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
+from tests.trace.rank_files import collective, write_rank
 from toolkit.__main__ import main
 from toolkit.core.units import bytes_text
 
@@ -181,6 +182,16 @@ def test_open_prints_copies_ranks_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == f"{tk.open_trace(snapshot)}\n\n{tk.open_memory(snapshot)}\n"
     assert main(["open", __file__]) == 1
     assert "its format is unknown. tk.open_trace opens" in capsys.readouterr().err
+
+
+def test_open_says_once_which_ranks_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(write_rank(tmp_path / f"{rank}.json", rank, 3, [collective(0, 5)])) for rank in (0, 2)]
+    with pytest.warns(UserWarning, match="rank 1 is missing") as warned:
+        assert main(["open", *files]) == 0
+    said = capsys.readouterr().out
+    assert len(warned) == 1
+    assert "rank 1 is missing" not in said
+    assert "The clocks of the ranks" in said
 
 
 def test_open_does_not_write_a_page_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

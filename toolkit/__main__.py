@@ -125,9 +125,13 @@ def show_trace(options: argparse.Namespace) -> None:
             found = "the name of a page ends in .html"
             raise tk.ToolkitError(f"writing {str(options.html)!r}", found, "Give another name after --html")
         check_writable(options.html, tk.ToolkitError)
-    trace = tk.open_trace(options.files[0] if len(options.files) == 1 else options.files)
+    with warnings.catch_warnings(record=True) as caught:
+        trace = tk.open_trace(options.files[0] if len(options.files) == 1 else options.files)
+    for one in caught:
+        warnings.showwarning(one.message, one.category, one.filename, one.lineno)
+    warned = {str(one.message) for one in caught}  # some are notes, too
     copies = trace.copies()
-    print(trace, *trace.meta.get("notes") or [], sep="\n")
+    print(trace, *(note for note in trace.meta.get("notes") or [] if note not in warned), sep="\n")
     for table in (copies, trace.ranks()):
         if len(table):
             print(f"\n{table.to_string(index=False)}")

@@ -87,7 +87,7 @@ def test_offsets_of_clocks_are_exact_after_years(tmp_path):
 
 def test_sums_of_what_was_sent_before_neither_move_a_clock_nor_wait_for_a_late_launch(tmp_path):
     """The host of rank 1 launches all sums 70 µs late; what they add up has arrived, so rank 0 has ended them by then."""
-    kinds = ["one_shot_all_reduce_of_sent"] * 3 + ["one_shot_all_gather"]
+    kinds = [f"one_shot_all_reduce_of_sent{receiver}" for receiver in ("", "_norm_kernel", "_start")] + ["one_shot_all_gather"]
     files = []
     for rank in (0, 1):
         events = [
