@@ -29,6 +29,7 @@ from toolkit.weights.packed import quantize_activations
 
 KEY_EPS = 1e-6  # of the norm of queries and keys
 INTEGERS = (torch.int32, torch.int64)
+GROUP = 32  # results in 8 bits that share a scale
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,6 @@ class DeltaStepShape(DeltaShape):
         return asked
 
 
-GROUP = 32  # results that share a scale
 KNOWN = {
     "qwen3.5-35b-a3b delta net": DeltaStepShape(16, 32, 128, 128, quantised=True),
     "qwen3.5-35b-a3b delta net, gguf": DeltaStepShape(16, 32, 128, 128, tiled=True, quantised=True),
