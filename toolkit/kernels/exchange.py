@@ -370,7 +370,7 @@ def received(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
         polls += 1
     if not INTERPRETED:
         _fail_if(missing)
-    return _sum(bits, dtype)
+    return _sum(bits, inside, dtype)
 
 
 @triton.jit
@@ -392,7 +392,7 @@ def received_row(place, inside, residual, dtype: tl.constexpr, ADD: tl.constexpr
 def arrived(place, inside, dtype: tl.constexpr, RANKS: tl.constexpr):
     """Return the sum of the values at `place`, fp32, infinity where one hasn't arrived. Call it after the launch's turn."""
     bits = _loaded(place, inside, RANKS)
-    total = _sum(bits, dtype)
+    total = _sum(bits, inside, dtype)
     for sender in tl.static_range(RANKS):
         total = tl.where(bits[sender] == 0, float("inf"), total)
     return total
@@ -405,21 +405,24 @@ def _rounded(x, residual, dtype: tl.constexpr, ADD: tl.constexpr):
 
 
 @triton.jit
-def _sum(bits, dtype: tl.constexpr):
+def _sum(bits, inside, dtype: tl.constexpr):
+    """Return the sum of the values over the ranks, fp32; 0 where not `inside`."""
     sign: tl.constexpr = -(1 << (dtype.primitive_bitwidth - 1))
     total = tl.zeros(bits[0].shape, tl.float32)
     for sender in tl.static_range(len(bits)):
         total += (bits[sender] ^ sign).to(_bits_of(dtype)).to(dtype, bitcast=True).to(tl.float32)
-    return total
+    return tl.where(inside, total, 0.0)
 
 
 @triton.jit
 def _loaded(place, inside, RANKS: tl.constexpr):
-    """Return what is at `place` from each rank, a tuple; 0 as it is sent where not `inside`."""
-    sign: tl.constexpr = -(1 << (place.dtype.element_ty.primitive_bitwidth - 1))
+    """Return what is at `place` from each rank, a tuple; 1 where not `inside`.
+
+    Triton 3.6 fills 16-bit lanes outside with wrong numbers if `other` is negative.
+    """
     found = ()
     for sender in tl.static_range(RANKS):
-        found = found + (tl.load(place + sender * _room(place.dtype.element_ty), mask=inside, other=sign, volatile=True),)  # noqa: RUF005
+        found = found + (tl.load(place + sender * _room(place.dtype.element_ty), mask=inside, other=1, volatile=True),)  # noqa: RUF005
     return found
 
 
