@@ -66,10 +66,11 @@ def sums(device):
         sizes = [size + (rank % 2) for rank in ranks]
         for rows in (1, 3):
             parts = [part(rank, rows * sizes[rank], dtype, seed).view(rows, -1) for rank in ranks]
-            out = all_gather(parts[shard.rank].to(device.torch), sizes)
-            if not torch.equal(out.cpu(), torch.cat(parts, 1)):
-                wrong.append(f"all_gather {dtype} {rows} x {size}")
-            found.append(bits(out))
+            for wanted in (None, torch.float32):
+                out = all_gather(parts[shard.rank].to(device.torch), sizes, dtype=wanted)
+                if not torch.equal(out.cpu(), torch.cat(parts, 1).to(wanted or dtype)):
+                    wrong.append(f"all_gather {dtype} {rows} x {size} in {wanted}")
+                found.append(bits(out))
     odd = torch.arange(10, dtype=torch.bfloat16, device=device.torch)[1:8]  # not aligned
     if not torch.equal(all_reduce(odd, shard.ranks), shard.ranks * odd):
         wrong.append("a tensor that is not aligned")

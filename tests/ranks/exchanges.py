@@ -56,10 +56,11 @@ def sums(folder: str, ranks: int, rounds: int) -> list[str]:
             wrong.append(f"sum {number}")
         sizes, rows = [3 + (rank + number) % 2 for rank in range(ranks)], number % 2 + 1
         parts = [torch.randn(rows, width, generator=made).to(dtype) for width in sizes]
-        joined = torch.empty(rows, sum(sizes), dtype=dtype)
-        exchange.all_gather(box, parts[box.rank], sizes, joined).run()
-        if not torch.equal(joined, torch.cat(parts, 1)):
-            wrong.append(f"gather {number}")
+        for wanted in (dtype, torch.float32):
+            joined = torch.empty(rows, sum(sizes), dtype=wanted)
+            exchange.all_gather(box, parts[box.rank], sizes, joined).run()
+            if not torch.equal(joined, torch.cat(parts, 1).to(wanted)):
+                wrong.append(f"gather {number} in {wanted}")
     return wrong
 
 

@@ -144,13 +144,14 @@ def chunk(path: str, device: str, ranks: int) -> int:
     return chunk_of(load(path, device, progress=False, tensor_parallel=ranks))
 
 
-def sums_and_parts() -> tuple[list[Any], list[Any], list[Any]]:
-    """Return a sum over the ranks, and tensors of different sizes joined along both dimensions."""
+def sums_and_parts() -> tuple[list[Any], list[Any], list[Any], torch.dtype]:
+    """Return a sum over the ranks, tensors of different sizes joined along both dimensions, and the dtype of the last one."""
     shard = join(4)
     x = torch.tensor([1.0, 2.0**-9]).bfloat16() * (1 + shard.rank)
     rows = torch.full((shard.rank % 2 + 1, 2), float(shard.rank), dtype=torch.float16)
     sizes = [1, 2, 1, 2]
-    return all_reduce(x, 4).tolist(), all_gather(rows, sizes, 0).tolist(), all_gather(rows.t(), sizes).tolist()
+    last = all_gather(rows.t(), sizes, dtype=torch.float32)
+    return all_reduce(x, 4).tolist(), all_gather(rows, sizes, 0).tolist(), last.tolist(), last.dtype
 
 
 def gradient() -> None:

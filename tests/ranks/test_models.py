@@ -82,7 +82,7 @@ def test_cuts_of_sizes() -> None:
 def test_sums_and_parts(ranks: Ranks) -> None:
     summed = torch.tensor([10.0, 10 * 2.0**-9]).tolist()
     rows = [[0.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2, [3.0] * 2, [3.0] * 2]
-    joined = (summed, rows, torch.tensor(rows).t().tolist())
+    joined = (summed, rows, torch.tensor(rows).t().tolist(), torch.float32)
     assert ranks.results(4, programs.sums_and_parts) == [joined] * 4
 
 

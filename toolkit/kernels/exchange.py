@@ -128,7 +128,7 @@ def all_reduce(inbox: Inbox, x: Tensor, out: Tensor) -> Launch:
 def all_gather(inbox: Inbox, x: Tensor, sizes: Sequence[int], out: Tensor) -> Launch:
     """Return the launch that writes the ranks' tensors `x` [N, sizes[rank]] side by side to `out` [N, sum(sizes)].
 
-    Both are contiguous and of one of DTYPES.
+    Both are contiguous and of one of DTYPES, and `out` may have another one than the tensors.
     """
     rows = x.numel() // sizes[inbox.rank]
     bounds = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))  # in a row of the result
@@ -237,7 +237,8 @@ def one_shot_all_gather(
         values = own
         if sender != rank:
             values = _received(words_ptr + (place + sender) * ROOM + i, number)
-        _place(values, i, out_ptr, rows, BOUNDS[sender], BOUNDS[sender + 1] - BOUNDS[sender], BOUNDS[RANKS], PER_WORD)
+        size: tl.constexpr = BOUNDS[sender + 1] - BOUNDS[sender]
+        _place(values, i, out_ptr, rows, x_ptr.dtype.element_ty, BOUNDS[sender], size, BOUNDS[RANKS], PER_WORD)
     tl.store(counts_ptr + block, number)
 
 
@@ -254,11 +255,17 @@ def _packed(x_ptr, i, n, PER_WORD: tl.constexpr):
 
 
 @triton.jit
-def _place(values, i, out_ptr, rows, START: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PER_WORD: tl.constexpr):
-    """Write the values of words `i`, which are those of a tensor [rows, SIZE], from column START on to `out` [rows, WIDTH]."""
+def _place(
+    values, i, out_ptr, rows, dtype: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PER_WORD: tl.constexpr,
+):  # fmt: skip
+    """Write the values of words `i`, which are those of a tensor [rows, SIZE], from column START on to `out` [rows, WIDTH].
+
+    The words hold values of `dtype`; `out` may have another one.
+    """
     for half in tl.static_range(PER_WORD):
         at = i * PER_WORD + half
-        value = _value(values, half, out_ptr.dtype.element_ty, PER_WORD)
+        value = _value(values, half, dtype, PER_WORD)
         tl.store(out_ptr + at // SIZE * WIDTH + START + at % SIZE, value, mask=at < rows * SIZE)
 
 

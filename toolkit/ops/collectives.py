@@ -133,14 +133,19 @@ def _all_reduce_sent(share: Tensor, ranks: int) -> None:
         torch.ops.toolkit.all_reduce_sent_(share, ranks)
 
 
-def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
-    """Return the tensors of all ranks, joined along `dim`, in which that of rank i has `sizes[i]` entries."""
+def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the tensors of all ranks, joined along `dim`, in which that of rank i has `sizes[i]` entries.
+
+    The result has the dtype `dtype`, by default that of `x`. On CUDA, small tensors are converted in the same launch.
+    """
     if len(sizes) == 1:
-        return x
+        return x if dtype is None else x.to(dtype)
     _check(x)
+    if dtype is not None and not exchange.is_small(x, exchange.bytes_with(x, max(sizes), dim)):
+        return all_gather(x, sizes, dim).to(dtype)
     if _launches_directly(x):
-        return exchange.all_gather(x, sizes, dim)
-    return torch.ops.toolkit.all_gather(x, list(sizes), dim)  # type: ignore[no-any-return]
+        return exchange.all_gather(x, sizes, dim, dtype)
+    return torch.ops.toolkit.all_gather(x, list(sizes), dim, dtype)  # type: ignore[no-any-return]
 
 
 def _launches_directly(x: Tensor) -> bool:
@@ -158,11 +163,12 @@ def _all_reduce(x: Tensor, ranks: int) -> Tensor:
     return gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def _all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+def _all_gather(x: Tensor, sizes: Sequence[int], dim: int, dtype: torch.dtype | None = None) -> Tensor:
     rows = x.movedim(dim, 0)
     short = max(sizes) - len(rows)
     padded = F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, short)) if short else rows
-    return torch.cat([part[:size] for part, size in zip(gather(padded), sizes, strict=True)]).movedim(0, dim).contiguous()
+    found = torch.cat([part[:size] for part, size in zip(gather(padded), sizes, strict=True)])
+    return found.to(dtype or x.dtype).movedim(0, dim).contiguous()
 
 
 def _all_reduce_in_place(x: Tensor, ranks: int) -> None:
@@ -173,10 +179,10 @@ def _all_reduce_shape(x: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int, dtype: torch.dtype | None = None) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
-    return x.new_empty(shape)
+    return x.new_empty(shape, dtype=dtype)
 
 
 for _schema, _on_host, _on_cuda, _shape in (
@@ -187,7 +193,12 @@ for _schema, _on_host, _on_cuda, _shape in (
         exchange.all_reduce_sent,
         lambda x, ranks: None,
     ),
-    ("all_gather(Tensor x, int[] sizes, int dim) -> Tensor", _all_gather, exchange.all_gather, _all_gather_shape),
+    (
+        "all_gather(Tensor x, int[] sizes, int dim, ScalarType? dtype=None) -> Tensor",
+        _all_gather,
+        exchange.all_gather,
+        _all_gather_shape,
+    ),
 ):
     _name = _schema.split("(")[0]
     _library.define(_schema)
@@ -217,16 +228,10 @@ def _all_reduce_sent_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out:
 @rule("toolkit::all_gather")
 def _all_gather_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
     """Return the exchange, in which each rank receives the tensors of all others; those of NCCL are joined by a kernel."""
-    x, sizes = args[0], args[1]
-    small = exchange.is_small(x, _largest(out, sizes))
-    algorithm = exchange.ONE_SHOT if small else NCCL
-    found = [collective("all_gather", nbytes(out), nbytes(out) - nbytes(x), len(sizes), algorithm)]
-    return found if small else [*found, Effect("kernel", 0, "cat", moved_bytes=2 * nbytes(out), cost="op_host_ns")]
-
-
-def _largest(out: Tensor, sizes: Sequence[int]) -> int:
-    """Return the bytes of the largest tensor among those that `out` joins."""
-    return nbytes(out) // max(sum(sizes), 1) * max(sizes)
+    x, sizes, dim = args[:3]
+    small, size = exchange.is_small(x, exchange.bytes_with(x, max(sizes), dim)), exchange.bytes_with(x, sum(sizes), dim)
+    found = [collective("all_gather", size, size - nbytes(x), len(sizes), exchange.ONE_SHOT if small else NCCL)]
+    return found if small else [*found, Effect("kernel", 0, "cat", moved_bytes=2 * size, cost="op_host_ns")]
 
 
 @scratch("toolkit::all_reduce")
@@ -239,8 +244,8 @@ def _all_reduce_scratch(args: Args, kwargs: Kwargs, out: Any) -> Script:
 @scratch("toolkit::all_gather")
 def _all_gather_scratch(args: Args, kwargs: Kwargs, out: Any) -> Script:
     """NCCL joins tensors of one size: shorter ones are padded before, and all are cut to their sizes afterwards."""
-    x, sizes = args[0], args[1]
-    largest = _largest(out, sizes)
+    x, sizes, dim = args[:3]
+    largest = exchange.bytes_with(x, max(sizes), dim)
     if exchange.is_small(x, largest):
         return ()
     padded = [] if nbytes(x) == largest else [Take(largest)]

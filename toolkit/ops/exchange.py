@@ -9,6 +9,7 @@ sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,19 +130,25 @@ def announce(share: Tensor, count: int) -> None:
         tape.start(_note, share.device, "all_reduce", share.nbytes, count, ONE_SHOT)
 
 
-def all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    """Return the tensors of all ranks, joined along `dim`."""
-    inbox, rows = links(x.device).inbox, x.movedim(dim, -1).contiguous()
-    width, most = sum(sizes), rows.nbytes // max(1, rows.shape[-1]) * max(sizes)
-    if inbox is None or not is_small(rows, most):
-        return _joined_by_nccl(rows, sizes).movedim(-1, dim).contiguous()
+def all_gather(x: Tensor, sizes: Sequence[int], dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the tensors of all ranks, joined along `dim`, in `dtype`, by default that of `x`."""
+    inbox, rows, width = links(x.device).inbox, x.movedim(dim, -1).contiguous(), sum(sizes)
+    if inbox is None or not is_small(x, bytes_with(x, max(sizes), dim)):
+        return _joined_by_nccl(rows, sizes).to(dtype or x.dtype).movedim(-1, dim).contiguous()
     from toolkit.kernels import exchange
 
-    out = torch.empty((*rows.shape[:-1], width), dtype=rows.dtype, device=rows.device)  # a tape knows this function
+    out = torch.empty((*rows.shape[:-1], width), dtype=dtype or x.dtype, device=rows.device)  # a tape knows this function
     if out.numel():
         launch = exchange.all_gather(inbox, rows, sizes, out)
-        _start(launch, rows, out, partial(_note, x.device, "all_gather", out.nbytes, len(sizes), ONE_SHOT))
+        note = partial(_note, x.device, "all_gather", bytes_with(x, width, dim), len(sizes), ONE_SHOT)
+        _start(launch, rows, out, note)
     return out.movedim(-1, dim).contiguous()
+
+
+def bytes_with(x: Tensor, size: int, dim: int) -> int:
+    """Return how many bytes a tensor like `x` with `size` entries along `dim` has."""
+    others = [n for i, n in enumerate(x.shape) if i != dim % x.ndim]
+    return math.prod(others) * size * x.itemsize
 
 
 def is_small(x: Tensor, most: int) -> bool:
@@ -167,8 +174,7 @@ def _joined_by_nccl(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return [..., sum(sizes)], given the rank's part [..., sizes[rank]]."""
     short = max(sizes) - rows.shape[-1]
     padded = torch.nn.functional.pad(rows, (0, short)) if short else rows
-    whole = rows.nbytes // max(1, rows.shape[-1]) * sum(sizes)
-    found = _by_nccl("all_gather", padded, whole)
+    found = _by_nccl("all_gather", padded, bytes_with(rows, sum(sizes), -1))
     return torch.cat([part[..., :size] for part, size in zip(found, sizes, strict=True)], -1)
 
 
