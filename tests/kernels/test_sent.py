@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import triton
@@ -139,3 +143,32 @@ def test_norms_and_experts_receive_what_products_sent(ranks: int, monkeypatch: p
                 assert out.equal(many * ranks)
     assert not any(box.sent.words.any() for box in boxes)
     assert {int(count) for box in boxes for count in box.sent.counts} == {15}
+
+
+def test_launches_compile_for_gpus() -> None:
+    """As compiled for an H200: the interpreter accepts more than the compiler."""
+    code = """
+import torch
+from triton.runtime import driver
+
+from toolkit.kernels import exchange
+from toolkit.kernels.norms_rope import RMS_NORM, NormShape
+from toolkit.tune.compile_worker import AbsentGpu
+
+driver.set_active(AbsentGpu(90))
+box = exchange.in_memory(0, torch.empty(exchange.memory_words(2), dtype=torch.int64), torch.empty(2, dtype=torch.int64))
+for dtype in exchange.DTYPES:
+    x, joined = torch.empty(3, 700, dtype=dtype), torch.empty(3, 1401, dtype=dtype)
+    gathers = [exchange.all_gather(box, x, (700, 701), out) for out in (joined, joined.float())]
+    for launch in (exchange.all_reduce(box, x, torch.empty_like(x)), exchange.sum_of_sent(box, x), *gathers):
+        print(launch.compile((9, 0)).metadata.name)
+shape = NormShape(1, 5376, "norm_add", True)
+inputs = RMS_NORM.inputs(shape, "meta") | {"words": box.sent.words, "counts": box.sent.counts}
+(launch,) = RMS_NORM.launches(shape, RMS_NORM.space(shape)[0], inputs, RMS_NORM.outputs(shape, inputs))
+print(launch.compile((9, 0)).metadata.name)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+    each = ["one_shot_all_reduce", "one_shot_all_reduce_of_sent", "one_shot_all_gather", "one_shot_all_gather"]
+    assert found == [*each * 3, "one_shot_all_reduce_of_sent_norm_kernel"]

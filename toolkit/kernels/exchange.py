@@ -237,8 +237,10 @@ def one_shot_all_gather(
         values = own
         if sender != rank:
             values = _received(words_ptr + (place + sender) * ROOM + i, number)
-        size: tl.constexpr = BOUNDS[sender + 1] - BOUNDS[sender]
-        _place(values, i, out_ptr, rows, x_ptr.dtype.element_ty, BOUNDS[sender], size, BOUNDS[RANKS], PER_WORD)
+        _place(
+            values, i, out_ptr, rows, x_ptr.dtype.element_ty,
+            BOUNDS[sender], BOUNDS[sender + 1] - BOUNDS[sender], BOUNDS[RANKS], PER_WORD,
+        )  # fmt: skip
     tl.store(counts_ptr + block, number)
 
 
