@@ -66,10 +66,10 @@ def sums(device):
         sizes = [size + (rank % 2) for rank in ranks]
         for rows in (1, 3):
             parts = [part(rank, rows * sizes[rank], dtype, seed).view(rows, -1) for rank in ranks]
-            for wanted in (None, torch.float32):
-                out = all_gather(parts[shard.rank].to(device.torch), sizes, dtype=wanted)
-                if not torch.equal(out.cpu(), torch.cat(parts, 1).to(wanted or dtype)):
-                    wrong.append(f"all_gather {dtype} {rows} x {size} in {wanted}")
+            for fp32 in (False, True):
+                out = all_gather(parts[shard.rank].to(device.torch), sizes, fp32=fp32)
+                if not torch.equal(out.cpu(), torch.cat(parts, 1).to(torch.float32 if fp32 else dtype)):
+                    wrong.append(f"all_gather {dtype} {rows} x {size}, fp32={fp32}")
                 found.append(bits(out))
     odd = torch.arange(10, dtype=torch.bfloat16, device=device.torch)[1:8]  # not aligned
     if not torch.equal(all_reduce(odd, shard.ranks), shard.ranks * odd):

@@ -150,7 +150,7 @@ def sums_and_parts() -> tuple[list[Any], list[Any], list[Any], torch.dtype]:
     x = torch.tensor([1.0, 2.0**-9]).bfloat16() * (1 + shard.rank)
     rows = torch.full((shard.rank % 2 + 1, 2), float(shard.rank), dtype=torch.float16)
     sizes = [1, 2, 1, 2]
-    last = all_gather(rows.t(), sizes, dtype=torch.float32)
+    last = all_gather(rows.t(), sizes, fp32=True)
     return all_reduce(x, 4).tolist(), all_gather(rows, sizes, 0).tolist(), last.tolist(), last.dtype
 
 

@@ -191,7 +191,7 @@ class CausalLM(Shown, nn.Module):
         """Return the fp32 logits [B, T, vocab] of hidden states [B, T, hidden]."""
         weight = self.embed.weight if self.head is None else self.head.weight
         own = ops.matmul(self.norm.operand(x, weight), weight)
-        return ops.all_gather(own, self.vocab_sizes, dtype=torch.float32)
+        return ops.all_gather(own, self.vocab_sizes, fp32=True)
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
         """Return where tokens at `positions` are written and which slots they attend to, by kind of layer."""

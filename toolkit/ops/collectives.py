@@ -133,19 +133,19 @@ def _all_reduce_sent(share: Tensor, ranks: int) -> None:
         torch.ops.toolkit.all_reduce_sent_(share, ranks)
 
 
-def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1, fp32: bool = False) -> Tensor:
     """Return the tensors of all ranks, joined along `dim`, in which that of rank i has `sizes[i]` entries.
 
-    The result has the dtype `dtype`, by default that of `x`. On CUDA, small tensors are converted in the same launch.
+    With `fp32`, the result is converted. On CUDA, small tensors are converted in the same launch.
     """
     if len(sizes) == 1:
-        return x if dtype is None else x.to(dtype)
+        return x.float() if fp32 else x
     _check(x)
-    if dtype is not None and not exchange.is_small(x, exchange.bytes_with(x, max(sizes), dim)):
-        return all_gather(x, sizes, dim).to(dtype)
+    if fp32 and not exchange.is_small(x, exchange.bytes_with(x, max(sizes), dim)):
+        return all_gather(x, sizes, dim).float()
     if _launches_directly(x):
-        return exchange.all_gather(x, sizes, dim, dtype)
-    return torch.ops.toolkit.all_gather(x, list(sizes), dim, dtype)  # type: ignore[no-any-return]
+        return exchange.all_gather(x, sizes, dim, fp32)
+    return torch.ops.toolkit.all_gather(x, list(sizes), dim, fp32)  # type: ignore[no-any-return]
 
 
 def _launches_directly(x: Tensor) -> bool:
@@ -163,12 +163,12 @@ def _all_reduce(x: Tensor, ranks: int) -> Tensor:
     return gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def _all_gather(x: Tensor, sizes: Sequence[int], dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _all_gather(x: Tensor, sizes: Sequence[int], dim: int, fp32: bool = False) -> Tensor:
     rows = x.movedim(dim, 0)
     short = max(sizes) - len(rows)
     padded = F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, short)) if short else rows
     found = torch.cat([part[:size] for part, size in zip(gather(padded), sizes, strict=True)])
-    return found.to(dtype or x.dtype).movedim(0, dim).contiguous()
+    return (found.float() if fp32 else found).movedim(0, dim).contiguous()
 
 
 def _all_reduce_in_place(x: Tensor, ranks: int) -> None:
@@ -179,10 +179,10 @@ def _all_reduce_shape(x: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int, fp32: bool = False) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
-    return x.new_empty(shape, dtype=dtype)
+    return x.new_empty(shape, dtype=torch.float32 if fp32 else x.dtype)
 
 
 for _schema, _on_host, _on_cuda, _shape in (
@@ -194,7 +194,8 @@ for _schema, _on_host, _on_cuda, _shape in (
         lambda x, ranks: None,
     ),
     (
-        "all_gather(Tensor x, int[] sizes, int dim, ScalarType? dtype=None) -> Tensor",
+        # Code that PyTorch 2.11 compiles gives a ScalarType? wrongly: fp32 arrives as fp64.
+        "all_gather(Tensor x, int[] sizes, int dim, bool fp32=False) -> Tensor",
         _all_gather,
         exchange.all_gather,
         _all_gather_shape,

@@ -130,14 +130,15 @@ def announce(share: Tensor, count: int) -> None:
         tape.start(_note, share.device, "all_reduce", share.nbytes, count, ONE_SHOT)
 
 
-def all_gather(x: Tensor, sizes: Sequence[int], dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensors of all ranks, joined along `dim`, in `dtype`, by default that of `x`."""
+def all_gather(x: Tensor, sizes: Sequence[int], dim: int, fp32: bool = False) -> Tensor:
+    """Return the tensors of all ranks, joined along `dim`, in their dtype or in fp32."""
     inbox, rows, width = links(x.device).inbox, x.movedim(dim, -1).contiguous(), sum(sizes)
+    dtype = torch.float32 if fp32 else x.dtype
     if inbox is None or not is_small(x, bytes_with(x, max(sizes), dim)):
-        return _joined_by_nccl(rows, sizes).to(dtype or x.dtype).movedim(-1, dim).contiguous()
+        return _joined_by_nccl(rows, sizes).to(dtype).movedim(-1, dim).contiguous()
     from toolkit.kernels import exchange
 
-    out = torch.empty((*rows.shape[:-1], width), dtype=dtype or x.dtype, device=rows.device)  # a tape knows this function
+    out = torch.empty((*rows.shape[:-1], width), dtype=dtype, device=rows.device)  # a tape knows this function
     if out.numel():
         launch = exchange.all_gather(inbox, rows, sizes, out)
         note = partial(_note, x.device, "all_gather", bytes_with(x, width, dim), len(sizes), ONE_SHOT)
