@@ -135,6 +135,32 @@ def sums_received() -> str:
     return table(["change", *(f"{model}, tok/s" for model in models)], rows)
 
 
+RANK_RUNS = {
+    "untuned": "configs are those of the nearest shapes with timings",
+    "": "most shapes of divided models are tuned alone, but not products and experts",
+    "ahead": "norms load a part of the next matrix",
+    "in_step": "Gemma 4 31B is tuned in a step",
+    "new_kernels": "kernels of experts and delta nets have fewer instructions",
+    "sent": "products send their results to the other GPU",
+    "received": "norms and experts receive them; delta nets return 8 bits",
+    "tuned": "delta nets of 16 heads are tuned in a step; the launch that joins the logits converts them",
+}
+
+
+def rank_runs() -> str:
+    """Return the table of runs of the benchmark of two H200s, each after another change."""
+    rows = []
+    for name, change in RANK_RUNS.items():
+        models = record(f"h200x2_ranks_{name}".rstrip("_"))["models"]
+        rates = {(row["model"], row["ranks"]): row["tok_per_s"]["cuda-graph"] for row in models}
+        cells = [
+            f"{rates[model, 2]:,.0f}" + (f" ({rates[model, 2] / rates[model, 1]:.2f}x)" if (model, 1) in rates else "")
+            for model in dict.fromkeys(model for model, _ in rates)
+        ]
+        rows.append([change, *cells])
+    return table(["from this run on", "Gemma 4 31B, tok/s", "Qwen3.5-35B-A3B, tok/s"], rows)
+
+
 def carveouts() -> tuple[str, str]:
     """Return the tables of steps whose attention, or one of whose products, prefers a share of shared memory."""
     made = record("h200_carveouts")
@@ -618,7 +644,7 @@ def substitutions() -> dict[str, Any]:
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(), "table_prompt_lengths": prompt_lengths(),
         "table_products_send": products_send(),
-        "table_sums_received": sums_received(),
+        "table_sums_received": sums_received(), "table_rank_runs": rank_runs(),
         "table_shared_keys": shared_keys(),
         **dict(zip(("table_carveouts", "table_product_carveouts"), carveouts(), strict=True)),
         "table_first_runs": first_runs(),

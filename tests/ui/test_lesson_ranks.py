@@ -57,10 +57,10 @@ def test_the_step_of_the_real_pair() -> None:
     layers = SHAPES["gemma4-31b"].config["num_hidden_layers"]
     assert len(times_us) == 2 * layers + 2  # also the sum of the embedding, and the logits
     assert (times_us > 0).all()
-    record = json.loads((Path(toolkit.bench.__file__).parent / "results" / "h200x2_ranks_sent.json").read_text())
+    record = json.loads((Path(toolkit.bench.__file__).parent / "results" / "h200x2_ranks_tuned.json").read_text())
     models = [row for row in record["models"] if row["model"] == "random/gemma4-31b"]
     rates = {row["ranks"]: row["tok_per_s"]["cuda-graph"] for row in models}
-    assert rates == {1: two_gpus.ALONE_TOK_PER_S, 2: two_gpus.BOTH_TOK_PER_S}
+    assert rates == {1: two_gpus.PAIR_TOK_PER_S["alone"], 2: two_gpus.PAIR_TOK_PER_S["both"]}
     assert step_us == pytest.approx(1e6 / rates[2], rel=0.03)
     shown = Scene([Track(tk.open_trace(two_gpus.PAIR), "pair")]).opening["step"]
     assert shown == two_gpus.PAIR_STEP  # the questions are about the step that the timeline shows
