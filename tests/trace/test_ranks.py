@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import toolkit as tk
-from tests.trace.rank_files import collective, job, plain, write_job, write_rank
+from tests.trace.rank_files import NAME, collective, job, plain, write_job, write_rank
 from tests.trace.test_trace import same
 from toolkit.core.errors import TraceError, UnknownNameError
 from toolkit.trace.clocks import align
@@ -100,6 +100,23 @@ def test_sums_of_what_was_sent_before_neither_move_a_clock_nor_wait_for_a_late_l
     assert "on the ends of 10 collectives" in trace.meta["notes"][0]
     assert not trace.collectives()[["rank0_wait_us", "rank1_wait_us"]].any(axis=None)
     assert not trace.ranks()["last_count"].any()
+
+
+def test_sums_of_steps_show_a_drift_that_the_prompt_hides(tmp_path):
+    """The prompt's collectives are at the beginning. Of the sums, some end on a rank before the other one begins them."""
+    rng, drift, files = np.random.default_rng(0), 5e-6, []
+    starts = [*range(0, 2000, 20), *range(10_000, 400_000, 500)]
+    apart = rng.random(len(starts)) < 0.2
+    for rank in (0, 1):
+        events = []
+        for i, start in enumerate(starts):
+            name = NAME if start < 2000 else "one_shot_all_reduce_of_sent_norm_kernel"
+            begun = start + rng.normal(0, 0.2) + 300 * (rank and start > 2000 and apart[i])
+            events.append(collective(begun * (1 + rank * drift), 6, seq=i, name=name))
+        files.append(write_rank(tmp_path / f"rank{rank}.json", rank, 2, events))
+    clock = quiet(files).meta["clocks"][1]
+    assert clock["drift_ppm"] == pytest.approx(1e6 * drift, abs=0.2)
+    assert clock["collectives"] == 100 + np.sum(~apart[100:])
 
 
 def test_outliers_do_not_move_a_clock():

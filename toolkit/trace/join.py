@@ -14,7 +14,7 @@ from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError
 from toolkit.core.units import plural
 from toolkit.trace.assemble import Strings, from_columns
-from toolkit.trace.clocks import Clock, align
+from toolkit.trace.clocks import Clock, align, overlap
 from toolkit.trace.columns import COLUMNS, TEXT_COLUMNS
 from toolkit.trace.events import Trace
 from toolkit.trace.nccl import TOGETHER
@@ -131,13 +131,18 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
     origins = [trace.meta.get("origin_ns") for trace in traces]
     stated = [origin for origin in origins if origin is not None]
     fallback = [float(stated[0] - origin) for origin in stated] if len(stated) == len(traces) else [0.0] * len(traces)
-    ends, present = np.zeros((len(found.row), len(ranks)), np.int64), np.zeros((len(found.row), len(ranks)), bool)
+    starts, ends = (np.zeros((len(found.row), len(ranks)), np.int64) for _ in range(2))
+    present = np.zeros((len(found.row), len(ranks)), bool)
     for i, rank in enumerate(found.ranks):
-        ends[:, ranks.index(rank)], present[:, ranks.index(rank)] = found.end[:, i], found.present[:, i]
+        at = ranks.index(rank)
+        starts[:, at], ends[:, at], present[:, at] = found.start[:, i], found.end[:, i], found.present[:, i]
     together = np.isin(joined["operation"][found.first_row], [joined.strings.index(o) for o in TOGETHER if o in joined.strings])
     same = found.matched & _before_disagreements(joined, found)
     use = next((use for use in (same & together & ~found.sent, same & together) if use.any()), same)
     clocks = align(ends[use], present[use], fallback)
+    if use.any() and not found.sent[use].any():
+        use |= same & together & overlap(starts, ends, present, clocks)
+        clocks = align(ends[use], present[use], fallback)
     notes, apart = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if clock.first]
     if use.any():
         errors = np.abs(np.concatenate([clock.errors_ns for i, clock in enumerate(clocks) if clock.first != i]))
