@@ -152,6 +152,7 @@ import torch
 from triton.runtime import driver
 
 from toolkit.kernels import exchange
+from toolkit.kernels.moe import MOE_STEP, MoeShape
 from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 from toolkit.tune.compile_worker import AbsentGpu
 
@@ -166,9 +167,13 @@ shape = NormShape(1, 5376, "norm_add", True)
 inputs = RMS_NORM.inputs(shape, "meta") | {"words": box.sent.words, "counts": box.sent.counts}
 (launch,) = RMS_NORM.launches(shape, RMS_NORM.space(shape)[0], inputs, RMS_NORM.outputs(shape, inputs))
 print(launch.compile((9, 0)).metadata.name)
+shape = MoeShape(1024, 256, 8, 2)
+inputs = MOE_STEP.inputs(shape, "meta") | {"words": box.sent.words, "counts": box.sent.counts}
+launch = MOE_STEP.launches(shape, MOE_STEP.space(shape)[0], inputs, MOE_STEP.outputs(shape, inputs))[0]
+print(launch.compile((9, 0)).metadata.name)
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
     each = ["one_shot_all_reduce", "one_shot_all_reduce_of_sent", "one_shot_all_gather", "one_shot_all_gather"]
-    assert found == [*each * 3, "one_shot_all_reduce_of_sent_norm_kernel"]
+    assert found == [*each * 3, "one_shot_all_reduce_of_sent_norm_kernel", "one_shot_all_reduce_of_sent_start"]

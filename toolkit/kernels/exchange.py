@@ -130,7 +130,7 @@ def all_gather(inbox: Inbox, x: Tensor, sizes: Sequence[int], out: Tensor) -> La
 
     Both are contiguous and of one of DTYPES, and `out` may have another one than the tensors.
     """
-    rows = x.numel() // sizes[inbox.rank]
+    rows = out.numel() // sum(sizes)
     bounds = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))  # in a row of the result
     arguments = {"x_ptr": x, "out_ptr": out, "n": x.numel(), "rows": rows, **_inbox_arguments(inbox)}
     return _launch(one_shot_all_gather, arguments, inbox, x, rows * max(sizes), BOUNDS=bounds)
@@ -237,10 +237,11 @@ def one_shot_all_gather(
         values = own
         if sender != rank:
             values = _received(words_ptr + (place + sender) * ROOM + i, number)
-        _place(
-            values, i, out_ptr, rows, x_ptr.dtype.element_ty,
-            BOUNDS[sender], BOUNDS[sender + 1] - BOUNDS[sender], BOUNDS[RANKS], PER_WORD,
-        )  # fmt: skip
+        if BOUNDS[sender] < BOUNDS[sender + 1]:
+            _place(
+                values, i, out_ptr, rows, x_ptr.dtype.element_ty,
+                BOUNDS[sender], BOUNDS[sender + 1] - BOUNDS[sender], BOUNDS[RANKS], PER_WORD,
+            )  # fmt: skip
     tl.store(counts_ptr + block, number)
 
 

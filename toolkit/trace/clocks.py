@@ -4,10 +4,11 @@ All ranks leave an all-reduce at about the same time, whichever of them came las
 ranks recorded are therefore the difference of their clocks, which drifts by some millionths, and an error of some µs. The fit
 is a line through the differences that ignores outliers: medians instead of means (Theil and Sen).
 
-Sums of what earlier kernels have sent are an exception: a rank may end one before another rank begins it. If there are other
-collectives, the clocks are first aligned on those, and then also on the sums in which all ranks were at the same time. The
-others may all be close together, as in a prompt: in a recording on two H200s, they did not show a drift of 5 millionths, which
-moved the steps after the prompt by 1 µs.
+Two things move the ends apart. The rank that comes last leaves first: what the others sent is already there, while they still
+have to receive what it sends. In a recording of two H200s, in which the same rank came last throughout the prompt, this was
+1 µs. And a rank may end a sum of what earlier kernels have sent before another one begins it. So the clocks are first aligned
+without such sums, if there are other collectives. Then the offset is set by the collectives at which all ranks arrived
+together, by these clocks. Sums count here, since they are most of the collectives of a step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _MOST = 300  # differences that are compared pair by pair
 _LEAST = 8  # differences that a drift needs
 _MOST_DRIFT = 1e-3
 _BETTER = 0.9  # a drift must lower the error to this share, or it is noise
+_NEAR_NS = 10_000  # ranks that arrive within this time arrive together
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,39 @@ class Clock:
         return times - np.rint(self.offset_ns + self.drift * times).astype(np.int64)
 
 
-def align(ends: NDArray[np.int64], present: NDArray[np.bool_], fallback_ns: Sequence[float]) -> list[Clock]:
-    """Return the clock of each rank, given the ends [n, R] of collectives that end together.
+def align(
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    present: NDArray[np.bool_],
+    sure: NDArray[np.bool_],
+    fallback_ns: Sequence[float],
+) -> tuple[list[Clock], NDArray[np.bool_]]:
+    """Return the clock of each rank, and [n] the collectives by which the clocks were aligned.
 
-    Rank by rank, those that share the most collectives with ranks whose clocks are known come first. The first rank, and one
-    that shares none of them, gets `fallback_ns` as offset. Ranks that share collectives with that one are aligned with it.
+    `starts` and `ends` [n, R] are the times of collectives, where `present`. All ranks end those that are `sure` [n] together;
+    others count if the ranks arrived together. Rank by rank, those that share the most collectives with ranks whose clocks are
+    known come first. The first rank, and one that shares none of them, gets `fallback_ns` as offset. Ranks that share
+    collectives with that one are aligned with it.
     """
+    clocks = _aligned(ends, present & sure[:, None], fallback_ns)
+    begun = np.stack([clock.corrected(starts[:, i]) for i, clock in enumerate(clocks)], 1)
+    last = np.where(present, begun, np.iinfo(np.int64).min).max(1)
+    first = np.where(present, begun, np.iinfo(np.int64).max).min(1)
+    near = last - first <= _NEAR_NS
+    if (present[near].sum(0) < _LEAST).any():
+        return clocks, sure
+    used = sure | near
+    return _aligned(ends, present & used[:, None], fallback_ns, near, [clock.drift for clock in clocks]), used
+
+
+def _aligned(
+    ends: NDArray[np.int64],
+    present: NDArray[np.bool_],
+    fallback_ns: Sequence[float],
+    near: NDArray[np.bool_] | None = None,
+    drifts: Sequence[float] = (),
+) -> list[Clock]:
+    """Return the clock of each rank; with the given drifts, and the offsets of the collectives `near`, if they are given."""
     clocks: dict[int, Clock] = {}
     known, first = np.full(present.shape, np.nan), 0
     while len(clocks) < present.shape[1]:
@@ -57,7 +86,12 @@ def align(ends: NDArray[np.int64], present: NDArray[np.bool_], fallback_ns: Sequ
         at, mine = shared[rank], present[:, rank]
         if at.any():
             own = ends[at, rank].astype(np.float64)
-            clocks[rank] = replace(fit(own, own - np.nanmedian(known[at], axis=1)), first=first)
+            differences = own - np.nanmedian(known[at], axis=1)
+            if near is None or not near[at].any():
+                clock = fit(own, differences)
+            else:
+                clock = _with_drift(own, differences, drifts[rank], near[at])
+            clocks[rank] = replace(clock, first=first)
         else:
             first = rank
             clocks[rank] = Clock(fallback_ns[rank], 0.0, np.zeros(int(mine.sum())), first)
@@ -65,19 +99,9 @@ def align(ends: NDArray[np.int64], present: NDArray[np.bool_], fallback_ns: Sequ
     return [clocks[r] for r in range(present.shape[1])]
 
 
-def overlap(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], present: NDArray[np.bool_], clocks: Sequence[Clock]
-) -> NDArray[np.bool_]:
-    """Return [n] whether all ranks were in a collective at some time, by their `clocks`. Its times are [n, R]."""
-    begun, ended = (np.stack([clock.corrected(times[:, i]) for i, clock in enumerate(clocks)], 1) for times in (starts, ends))
-    least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    found: NDArray[np.bool_] = np.where(present, begun, least).max(1) < np.where(present, ended, most).min(1)
-    return found
-
-
 def fit(times: Floats, differences: Floats) -> Clock:
     """Return the clock whose `differences` to the reference at its own `times` were seen, in ns."""
-    flat = Clock(float(np.median(differences)), 0.0, differences - np.median(differences))
+    flat = _with_drift(times, differences, 0.0)
     if len(times) < _LEAST or not np.ptp(times):
         return flat
     pick = np.unique(np.linspace(0, len(times) - 1, min(len(times), _MOST)).round().astype(int))
@@ -86,7 +110,13 @@ def fit(times: Floats, differences: Floats) -> Clock:
     apart = times[order[j]] - times[order[i]]
     far = apart > np.ptp(times) / 4
     drift = float(np.median((differences[order[j]] - differences[order[i]])[far] / apart[far])) if far.any() else 0.0
-    offset = float(np.median(differences - drift * times))
-    errors = differences - offset - drift * times
-    better = np.median(np.abs(errors)) < _BETTER * np.median(np.abs(flat.errors_ns))
-    return Clock(offset, drift, errors) if better and abs(drift) < _MOST_DRIFT else flat
+    drifting = _with_drift(times, differences, drift)
+    better = np.median(np.abs(drifting.errors_ns)) < _BETTER * np.median(np.abs(flat.errors_ns))
+    return drifting if better and abs(drift) < _MOST_DRIFT else flat
+
+
+def _with_drift(times: Floats, differences: Floats, drift: float, near: NDArray[np.bool_] | None = None) -> Clock:
+    """Return the clock with this drift. Its offset is the median of the differences, or of some of them."""
+    rest = differences - drift * times
+    offset = float(np.median(rest if near is None else rest[near]))
+    return Clock(offset, drift, rest - offset)

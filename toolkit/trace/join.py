@@ -14,7 +14,7 @@ from toolkit.core.callers import warn
 from toolkit.core.errors import TraceError
 from toolkit.core.units import plural
 from toolkit.trace.assemble import Strings, from_columns
-from toolkit.trace.clocks import Clock, align, overlap
+from toolkit.trace.clocks import Clock, align
 from toolkit.trace.columns import COLUMNS, TEXT_COLUMNS
 from toolkit.trace.events import Trace
 from toolkit.trace.nccl import TOGETHER
@@ -139,19 +139,17 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
     together = np.isin(joined["operation"][found.first_row], [joined.strings.index(o) for o in TOGETHER if o in joined.strings])
     same = found.matched & _before_disagreements(joined, found)
     use = next((use for use in (same & together & ~found.sent, same & together) if use.any()), same)
-    clocks = align(ends[use], present[use], fallback)
-    if use.any() and not found.sent[use].any():
-        use |= same & together & overlap(starts, ends, present, clocks)
-        clocks = align(ends[use], present[use], fallback)
+    rows = use | (same & together & found.sent)
+    clocks, used = align(starts[rows], ends[rows], present[rows], use[rows], fallback)
     notes, apart = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if clock.first]
     if use.any():
         errors = np.abs(np.concatenate([clock.errors_ns for i, clock in enumerate(clocks) if clock.first != i]))
-        ends_of = f"The clocks of the ranks are aligned on the ends of {plural(int(use.sum()), 'collective')}"
+        ends_of = f"The clocks of the ranks are aligned on the ends of {plural(int(used.sum()), 'collective')}"
         known = (
             f"which then differ by {np.median(errors) / 1e3:,.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:,.1f} µs "
             "(95 % of them)"
         )
-        notes.append(f"{ends_of}, {known if use.sum() > 1 else 'so their error is not known'}.")
+        notes.append(f"{ends_of}, {known if used.sum() > 1 else 'so their error is not known'}.")
     if apart:
         how = "the clocks of their hosts are used" if len(stated) == len(traces) else "their recordings begin at the same time"
         who = f"rank{'s' if len(apart) > 1 else ''} {_listed(apart)} to rank {ranks[0]}"

@@ -136,7 +136,7 @@ lesson = Lesson(
         "predict what crosses between them for every token, and what that costs",
         "find the GPU for which the others wait",
         "estimate how much faster more GPUs are",
-        "say how much of a real step the exchange takes",
+        "say how much of a real step the exchange takes at most",
     ),
     questions=QUESTIONS,
 )
