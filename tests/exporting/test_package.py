@@ -335,3 +335,14 @@ def test_weights_that_are_swapped_while_they_are_loaded_are_not_used(package, mo
     prompt = torch.arange(5).unsqueeze(0)
     assert torch.equal(loaded(prompt), tk.load("demo/qwen3", device="cpu", progress=False)(prompt))
     refused(package, "hash", trust=True)
+
+
+def test_an_operation_that_fails_without_raising(loads, monkeypatch):
+    """As in PyTorch 2.11: the error is printed, and the result of the operation is missing."""
+    results = [[torch.ones(1)], [torch.ones(1), None]]
+    loader = type("Loader", (), {"boxed_run": lambda self, operands: results[len(operands)]})
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *arguments: loader())
+    run = loads(b"", torch.device("cpu"))
+    assert run([]) is results[0]
+    with pytest.raises(PackageError, match="an operation in it failed, and PyTorch printed the error above"):
+        run([torch.ones(1)])

@@ -240,7 +240,7 @@ def _keep(key: str, data: bytes) -> Compiled:
 def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """Load verified bytes as a function. This is native code, which runs with all rights of this process.
 
-    Raises PackageError if it can't be loaded.
+    Raises PackageError if it can't be loaded. The function raises it if an operation in the code fails.
     """
     index = -1 if device.index is None else device.index
     with ExitStack() as held:
@@ -259,7 +259,16 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
             raise PackageError("loading a layer's compiled code", found, do) from error
         weakref.finalize(loader, held.pop_all().close)  # code for a GPU is read from the folder when it runs first
     # calling the loader itself parses a description of the operands each time, which takes longer than a layer
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
+    boxed: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
+
+    def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = boxed(operands)
+        # If a Python operation fails, as a collective can, PyTorch 2.11 prints the error and goes on. Later versions raise it.
+        if any(result is None for result in results):
+            found, do = "an operation in it failed, and PyTorch printed the error above", "Fix its cause, and run again"
+            raise PackageError("running a layer's compiled code", found, do)
+        return results
+
     return run
 
 
