@@ -8,7 +8,7 @@ Two things move the ends apart. The rank that comes last leaves first: what the 
 have to receive what it sends. In a recording of two H200s, in which the same rank came last throughout the prompt, this was
 1 µs. And a rank may end a sum of what earlier kernels have sent before another one begins it. So the clocks are first aligned
 without such sums, if there are other collectives. Then the offset is set by the collectives at which all ranks arrived
-together, by these clocks. Sums count here, since they are most of the collectives of a step.
+together, by these clocks, if it changes by more than chance explains. Sums count here: most collectives of a step are sums.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _LEAST = 8  # differences that a drift needs
 _MOST_DRIFT = 1e-3
 _BETTER = 0.9  # a drift must lower the error to this share, or it is noise
 _NEAR_NS = 10_000  # ranks that arrive within this time arrive together
+_SURE = 6  # an offset must change by this many times the median error / sqrt(n): three standard errors of a median, about
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def align(
     if (present[near].sum(0) < _LEAST).any():
         return clocks, sure
     used = sure | near
-    return _aligned(ends, present & used[:, None], fallback_ns, near, [clock.drift for clock in clocks]), used
+    return _aligned(ends, present & used[:, None], fallback_ns, near, clocks), used
 
 
 def _aligned(
@@ -75,9 +76,9 @@ def _aligned(
     present: NDArray[np.bool_],
     fallback_ns: Sequence[float],
     near: NDArray[np.bool_] | None = None,
-    drifts: Sequence[float] = (),
+    before: Sequence[Clock] = (),
 ) -> list[Clock]:
-    """Return the clock of each rank; with the given drifts, and the offsets of the collectives `near`, if they are given."""
+    """Return the clock of each rank; if given, those `before`, with the offsets of the collectives `near`."""
     clocks: dict[int, Clock] = {}
     known, first = np.full(present.shape, np.nan), 0
     while len(clocks) < present.shape[1]:
@@ -87,10 +88,7 @@ def _aligned(
         if at.any():
             own = ends[at, rank].astype(np.float64)
             differences = own - np.nanmedian(known[at], axis=1)
-            if near is None or not near[at].any():
-                clock = fit(own, differences)
-            else:
-                clock = _with_drift(own, differences, drifts[rank], near[at])
+            clock = fit(own, differences) if near is None else _moved(before[rank], own, differences, near[at])
             clocks[rank] = replace(clock, first=first)
         else:
             first = rank
@@ -115,8 +113,19 @@ def fit(times: Floats, differences: Floats) -> Clock:
     return drifting if better and abs(drift) < _MOST_DRIFT else flat
 
 
-def _with_drift(times: Floats, differences: Floats, drift: float, near: NDArray[np.bool_] | None = None) -> Clock:
-    """Return the clock with this drift. Its offset is the median of the differences, or of some of them."""
+def _with_drift(times: Floats, differences: Floats, drift: float) -> Clock:
+    """Return the clock with this drift."""
     rest = differences - drift * times
-    offset = float(np.median(rest if near is None else rest[near]))
+    offset = float(np.median(rest))
     return Clock(offset, drift, rest - offset)
+
+
+def _moved(clock: Clock, times: Floats, differences: Floats, near: NDArray[np.bool_]) -> Clock:
+    """Return the clock with the offset of those differences that are `near`, unless it has changed by chance only."""
+    rest, offset = differences - clock.drift * times, clock.offset_ns
+    if near.any():
+        theirs = float(np.median(rest[near]))
+        spread = float(np.median(np.abs(rest[near] - theirs)))
+        if abs(theirs - offset) > _SURE * spread / np.sqrt(near.sum()):
+            offset = theirs
+    return Clock(offset, clock.drift, rest - offset)
