@@ -264,9 +264,10 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
     def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
         results = boxed(operands)
         # If a Python operation fails, as a collective can, PyTorch 2.11 prints the error and goes on. Later versions raise it.
-        if any(result is None for result in results):
-            found, do = "an operation in it failed, and PyTorch printed the error above", "Fix its cause, and run again"
-            raise PackageError("running a layer's compiled code", found, do)
+        for result in results:  # `any` takes three times as long, for each layer of each step
+            if result is None:
+                found, do = "an operation in it failed, and PyTorch printed the error above", "Fix its cause, and run again"
+                raise PackageError("running a layer's compiled code", found, do)
         return results
 
     return run

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _MOST = 300  # differences that are compared pair by pair
-_LEAST = 8  # differences that a drift needs
+_LEAST = 8  # differences that a drift needs, and collectives of each rank that set its offset
 _MOST_DRIFT = 1e-3
 _BETTER = 0.9  # a drift must lower the error to this share, or it is noise
 _NEAR_NS = 10_000  # ranks that arrive within this time arrive together
