@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
+from tests.tune.test_shipped import untimed
 from toolkit.bench.traces import Case, record_traces
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
 from toolkit.core.extras import install_command
@@ -523,6 +524,15 @@ def test_a_function_that_uses_a_handle_says_what_to_do_instead(pair: Cluster) ->
 
 def shapes_of_a_part() -> Any:
     return tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=2, progress=False).kernel_shapes()
+
+
+def untimed_half(model: str) -> list[tuple[str, str, str]]:
+    return untimed(tk.load(f"random/{model}", device="virtual:h200", scheme="q4_k_m", tensor_parallel=2, progress=False))
+
+
+@pytest.mark.parametrize("model", ["gemma4-31b", "qwen3.5-35b-a3b"])
+def test_kernels_of_half_a_model_that_take_longest_were_timed(model: str, pair: Cluster) -> None:
+    assert pair.run(untimed_half, model) == [[], []]
 
 
 def test_what_needs_the_weights_in_this_process_says_what_to_give_instead(pair: Cluster, tmp_path: Path) -> None:

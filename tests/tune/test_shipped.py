@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import toolkit as tk
 import toolkit.tune
 from toolkit import tune
 from toolkit.core.units import seconds_text
+from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.kernels.registry import find_kernel
 from toolkit.tune.identity import fingerprint
 from toolkit.tune.lookup import choose, forget
 from toolkit.tune.store import SHIPPED, Tuned, from_words
 
 FILES = sorted((Path(toolkit.tune.__file__).parent / "tuned").glob("*.json"))
+
+LONGEST = {
+    "attention_codes", "attention_decode", "attention_prefill", "delta_chunks", "delta_step", "int4_matmul", "int4_prefill",
+    "moe_prefill", "moe_step",
+}  # fmt: skip
+
+
+def untimed(model: Any) -> list[tuple[str, str, str]]:
+    """Return (GPU, kernel, shape) of a model's slowest kernels that get a default config, which may take twice as long."""
+    found = {one for kv in (None, *KV_SCHEMES) for one in model.kernel_shapes(32768, kv=kv) if one[0].name in LONGEST}
+    assert {"attention_codes", "attention_decode", "attention_prefill"} <= {kernel.name for kernel, _ in found}
+    places = [(gpu, kernel, shape) for kernel, shape in found for gpu in ("h100", "h200")]
+    return sorted((gpu, k.name, s.key) for gpu, k, s in places if choose(k, s, gpu).step in ("model", "default"))
 
 
 def current(file: Path) -> set[tuple[str, str]]:
@@ -45,6 +61,11 @@ def test_rows_are_of_the_current_code_or_timed_again_on_another_gpu(file: Path) 
             assert len({row["kernel"] for row in rows.values()}) == 1, (name, key)
             assert {row["verdict"] for row in rows.values()} <= {"ok", "slow", "excluded"}, (name, key)
             assert any(row["verdict"] == "ok" for row in rows.values()), (name, key)
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "gemma4-31b", "qwen3.5-35b-a3b"])
+def test_kernels_that_take_longest_were_timed_for_all_caches(model: str) -> None:
+    assert untimed(tk.load(f"random/{model}", device="virtual:h200", scheme="q4_k_m", progress=False)) == []
 
 
 def test_a_gpu_that_is_not_there_gets_what_was_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ class AttentionPrefill(Kernel):
     lengths = ("slots", "tokens")
     known: ClassVar[Mapping[str, PrefillShape]] = {
         "gemma4-31b full 512": PrefillShape(32, 4, 512, 4096, scaled=False, key_dim=128, tokens=512),
+        "gemma4-31b full 512, whole keys": PrefillShape(32, 4, 512, 4096, scaled=False, tokens=512),  # quantized caches
         "gemma4-31b sliding 2048": PrefillShape(32, 16, 256, 1024, 1024, scaled=False, tokens=2048, ring=True),
         "qwen3-8b 2048": PrefillShape(32, 8, 128, 4096, tokens=2048),
         "qwen3.5-35b-a3b 2048": PrefillShape(16, 2, 256, 4096, tokens=2048),
@@ -66,8 +67,9 @@ class AttentionPrefill(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, PrefillShape)
         row = shape.head_dim * shape.torch_dtype.itemsize
-        widest = 64 if shape.torch_dtype.itemsize == 2 else 32  # fp32 products take more registers
-        default = Config(block_m=max(16, min(widest, 16384 // row)), block_n=max(16, 16384 // row), warps=4, stages=2)
+        narrow = shape.torch_dtype.itemsize == 2
+        widest, fewest = (64, 32) if narrow else (32, 16)  # fp32 products take more registers, and tiles more shared memory
+        default = Config(block_m=max(16, min(widest, 16384 // row)), block_n=max(fewest, 16384 // row), warps=4, stages=2)
         found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 64, 128), block_n=(32, 64, 128))
         # The running means are held in registers, at most 4096 fp32 numbers per warp; more warps than needed are not faster.
         return [
