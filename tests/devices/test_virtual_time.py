@@ -54,6 +54,24 @@ def test_kernels_of_a_stream_follow_each_other(gpu):
     assert trace.meta["clock"] == "modelled"
 
 
+def test_a_recording_begins_when_the_gpu_is_idle(gpu):
+    x = big()
+    x @ x  # takes more than 100 us
+    with gpu.record() as trace:
+        torch.ones(3, device="vgpu").sum().item()
+    assert trace.copies().host_wait_us.sum() < 20
+
+
+@pytest.mark.parametrize("fill", ["zero_", "uniform_", "normal_", "random_", "exponential_"])
+def test_filling_only_writes(gpu, fill):
+    x = torch.empty(1 << 26, device="vgpu")
+    with gpu.record() as trace:
+        x.fill_(1)
+        getattr(x, fill)()
+    (_, one, _), (_, filled, _) = rows(trace, "kernel")
+    assert filled == one
+
+
 def test_small_kernels_have_gaps(gpu):
     """On a stream that never runs empty, a kernel starts `kernel_gap_ns` after the end of the one before it."""
     x, small = big(), torch.ones(8, device="vgpu")

@@ -257,9 +257,10 @@ class Machine:
     # ---- recording
 
     def start(self, *, lines: bool) -> None:
-        """Start recording. Times in the trace count from now."""
+        """Wait until the GPU is idle, as on CUDA, then start recording. Times in the trace count from then on."""
         settle()
         with self.lock:
+            self.host_ns = max(self.host_ns, *self.stream_ends.values())
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
             self._shard, self._home = distributed.current(), get_ident()
             sizes.used = self._marked = False

@@ -38,8 +38,8 @@ PROMPT, CHUNK = 80, 32  # of the exercise "in parts": two full parts and a short
 # One H200, q4_k_m, a prompt of 8,192 tokens: seconds until it was processed, and then tokens per second with "cuda-graph".
 # From bench/results/h200_speed_*.json.
 MEASURED = {
-    "qwen3-8b": (0.318599319, 503.0578619544407), "gemma4-31b": (1.233476361, 171.03331064384872),
-    "qwen3.5-35b-a3b": (0.353238923, 878.8707168280639),
+    "qwen3-8b": (0.308535834, 500.42788224679254), "gemma4-31b": (1.212946402, 172.5051879415248),
+    "qwen3.5-35b-a3b": (0.33798394, 900.7632587940169),
 }  # fmt: skip
 MEASURED_PROMPT = 8192
 

@@ -53,6 +53,11 @@ _FLOORS = {
 }  # fmt: skip
 # These read no more of their first operand than they write: rows of a table, or a range of a cache.
 _PICKS = {"index_select", "gather", "take", "index_copy_", "index_add_", "index_fill_", "scatter_", "scatter_add_", "put_"}
+# These write their first operand without reading it.
+_OVERWRITES = {
+    "zero_", "_foreach_zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_",
+    "log_normal_",
+}  # fmt: skip
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Sequence[Effect]]
 _rules: dict[Any, Rule] = {}
@@ -112,12 +117,13 @@ def _classify(func: Any) -> Rule:
         return lambda func, args, kwargs, out: first(special(args, kwargs, out))
     if name in _NOTHING or is_view(schema) or (not schema.returns and not schema.is_mutable):
         return lambda func, args, kwargs, out: ()
-    return _kernels(name, KERNELS.get(name, 1), _FLOORS.get(name, 1.0), name in _PICKS, schema.is_mutable)
+    return _kernels(name, KERNELS.get(name, 1), _FLOORS.get(name, 1.0), schema.is_mutable)
 
 
-def _kernels(name: str, count: int, floor: float, picks: bool, mutable: bool) -> Rule:
+def _kernels(name: str, count: int, floor: float, mutable: bool) -> Rule:
     """Return the rule of `count` kernels that read the operands and write the results; no kernels for empty results."""
     inner = (kernel(name, 0, floor),) * (count - 1)
+    picks, overwrites = name in _PICKS, name in _OVERWRITES
 
     def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[Effect]:
         written = out.nbytes if isinstance(out, torch.Tensor) else _bytes(out)
@@ -126,7 +132,7 @@ def _kernels(name: str, count: int, floor: float, picks: bool, mutable: bool) ->
         if not written:
             return ()
         sizes = [a.nbytes if isinstance(a, torch.Tensor) else _bytes(a) for a in args]
-        moved = written + sum(sizes)
+        moved = written + sum(sizes[1:] if overwrites else sizes)
         if picks:
             moved = 2 * (min(filter(None, sizes), default=written) if mutable else written)
         return (Effect("kernel", 0, name, -1, 0.0, moved, "fp32_flops", floor), *inner)
