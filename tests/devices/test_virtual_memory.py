@@ -79,6 +79,16 @@ def test_autograd_holds_what_it_saved_until_backward(held):
     assert held() == 2 * x.nbytes  # x and its gradient
 
 
+def test_blocks_without_values_of_two_threads_may_overlap(gpu):
+    first, second = gpu.sizes_only(), gpu.sizes_only()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.ones(3, device="vgpu").sum().item() == 0
+    second.__exit__(None, None, None)
+    assert torch.ones(3, device="vgpu").sum().item() == 3
+
+
 def test_out_of_memory_says_what_cuda_says_and_who_holds_it(gpu):
     with gpu.sizes_only():
         keep = torch.empty(100 * GiB, dtype=torch.uint8, device="vgpu")

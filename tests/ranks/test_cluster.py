@@ -398,6 +398,63 @@ def test_memory_by_rank_kind_and_owner(pair: Cluster) -> None:
     model.free()
 
 
+def first_holds_more() -> None:
+    if dist.get_rank() == 0:
+        globals()["kept"] = torch.zeros(12 << 20, dtype=torch.uint8, device="vgpu")
+
+
+def first_lets_go() -> None:
+    globals().pop("kept", None)
+
+
+def has_room_for(n_bytes: int) -> bool:
+    try:
+        torch.empty(n_bytes, dtype=torch.uint8, device="vgpu")
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def test_a_budget_that_one_rank_refuses_changes_nothing(pair: Cluster) -> None:
+    pair.budget("64 MiB")
+    pair.run(first_holds_more)
+    with pytest.raises(RankError, match=r"rank 0 raised BudgetError: .* already allocated"):
+        pair.budget("8 MiB")
+    pair.run(first_lets_go)
+    assert pair.run(has_room_for, 40 << 20) == [True, True]
+    assert pair.run(has_room_for, 80 << 20) == [False, False]
+    pair.budget(None)
+    assert pair.run(has_room_for, 80 << 20) == [True, True]
+
+
+def opens_another() -> None:
+    if dist.get_rank() == 1:
+        open_device("virtual:h100")
+
+
+def test_a_rank_that_opened_another_gpu_returns_to_that_of_the_cluster(pair: Cluster) -> None:
+    pair.run(opens_another)
+    first, second = pair.memory_now()
+    assert first.total_bytes == second.total_bytes
+    pair.run(opens_another)
+    pair.budget("1 GiB")
+    pair.budget(None)
+
+
+def first_works_more() -> None:
+    if dist.get_rank() == 0:
+        torch.ones(1 << 24, device="vgpu").sum()
+
+
+def test_runs_begin_at_the_same_time_on_all_ranks(pair: Cluster) -> None:
+    model = tk.load("demo/qwen3", cluster=pair)
+    for decode in ("roundtrip", "double-buffered", "cuda-graph"):
+        pair.run(first_works_more)
+        table = tk.generate(model, [1, 2, 3], decode, max_new_tokens=4).trace.ranks()
+        assert table[["last_count", "wait_us"]].to_numpy().tolist() == [[0, 0], [0, 0]]
+    model.free()
+
+
 def test_the_recorded_runs_of_the_lesson_are_those_of_a_cluster(pair: Cluster) -> None:
     """Their times depend a little on the version of PyTorch."""
     for ours, theirs in zip(record(pair), two_runs(), strict=True):

@@ -375,6 +375,24 @@ def test_an_out_of_memory_error_names_garbage(gpu, no_notebook, make, named):
     assert NAMED not in refused()
 
 
+def test_errors_in_several_threads_at_once_name_garbage(gpu, no_notebook):
+    """Each search made lists of objects that the others took for references to the garbage, and each took much longer."""
+    Node(data=tensor())
+    texts, together = [], threading.Barrier(3)
+
+    def search():
+        for _ in range(2):
+            together.wait()
+            texts.append(refused())
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [text.count("garbage: ") for text in texts] == [1] * 6
+
+
 def test_an_out_of_memory_error_calls_nothing_garbage_that_is_alive(gpu, no_notebook):
     class Net(nn.Module):
         def forward(self, x):

@@ -216,7 +216,7 @@ _usual_threads = 1  # outside of these runs
 
 
 def _check_ranks(model: Model, strategy: Strategy | OwnLoop, cancel: threading.Event | None, **facts: Any) -> None:
-    """Check that all ranks of a divided model do the same run."""
+    """Check that all ranks of a divided model do the same run, and begin it at the same time."""
     shard: Shard = getattr(model, "shard", WHOLE)
     by_itself = isinstance(strategy, Strategy) and strategy.capture == "loop" and model.device.clock == "measured"
     if shard != WHOLE and by_itself and facts["stop"]:
@@ -226,6 +226,8 @@ def _check_ranks(model: Model, strategy: Strategy | OwnLoop, cancel: threading.E
         found = "ranks would stop at different steps, and wait for each other"
         raise ModelError(f"cancel= with a model over {shard.ranks} ranks", found, "Interrupt the processes instead")
     check_same(shard, "generating", **facts)
+    if shard != WHOLE:
+        model.device.meet()
 
 
 def check_token(token: int, number: int) -> int:

@@ -125,6 +125,9 @@ class Device(ABC):
     def stop(self) -> Trace:
         """Stop recording, and return the events since `start`."""
 
+    def meet(self) -> None:  # noqa: B027  # only modelled clocks do something
+        """Level the clocks of all ranks, which have just waited for each other. Real clocks need nothing."""
+
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """Return a context manager: events caused inside belong to decode step `step`, which is marked as `name`.
 

@@ -66,6 +66,7 @@ class Cluster:
         self.device, self.ranks, self.timeout_s = device, ranks, timeout_s
         self._asked = f"a cluster of {plural(ranks, 'rank')} with {device}"
         self.handles: weakref.WeakValueDictionary[int, RankedModel] = weakref.WeakValueDictionary()  # of models on the ranks
+        self._limit: int | float | str | None = None  # of `budget`
         self._lock = threading.Lock()
         self._engines = Engines(ranks, silent_s)
         self._finalizer = weakref.finalize(self, self._engines.close)  # also at the end of the program
@@ -234,9 +235,16 @@ class Cluster:
     def budget(self, size: int | float | str | None) -> None:
         """Limit the memory of each rank's device to `size`, such as "8 GiB", as `tk.budget` does. None removes the limits.
 
-        Raises RankError with the reason if a rank can't set it, for example because more is already allocated.
+        Raises RankError with the reason if a rank can't set it, for example because more is already allocated. Then the limits
+        of an earlier call stay.
         """
-        self.run_as("setting a budget", None, set_budget, size)
+        try:
+            self.run_as("setting a budget", None, set_budget, size)
+        except RankError:
+            if not self.closed:
+                self.run_as("restoring the budget", None, set_budget, self._limit)
+            raise
+        self._limit = size
 
     def load(self, path: Any, **options: Any) -> RankedModel:
         """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""

@@ -91,10 +91,16 @@ def prepare(rank: int, ranks: int, device: str) -> dict[str, str]:
     return versions()
 
 
+def _device() -> Device:
+    """Return the device of this rank, which is opened again if a function has opened another virtual GPU."""
+    _opened[:] = [open_device(_opened[0].name)]
+    return _opened[0]
+
+
 def enter(rank: int, ranks: int, device: str, store: str, timeout_s: float) -> None:
     """Enter a new default group of torch.distributed. `store` is the path of a new file that all ranks share."""
     leave()
-    gpu = _opened[0]
+    gpu = _device()
     _check_idle(gpu)
     if isinstance(gpu, VirtualGpu):
         gpu.machine.collectives = 0  # ranks that were stopped have counted different ones
@@ -153,12 +159,12 @@ def execute(payload: bytes, folder: str | None = None) -> Outcome:
 
 def memory_now() -> Memory:
     """Return the memory of this rank's device."""
-    return _opened[0].memory()
+    return _device().memory()
 
 
 def set_budget(size: int | float | str | None) -> None:
     """Limit the memory of this rank's device, as `tk.budget`."""
-    budget(size, _opened[0])
+    budget(size, _device())
 
 
 def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> pd.DataFrame:

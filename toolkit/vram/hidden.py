@@ -279,14 +279,15 @@ def results(shell: Any | None) -> dict[Place, Holder]:
 
 # ---- reference cycles
 
+_one_at_a_time = threading.RLock()  # the lists of another search would count as references to the garbage
+
 
 def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
     """Return the owner of memory on GPUs that only the garbage collector can free. `known` is the memory found before."""
     found: dict[Place, Holder] = {}
     alive = set(known)
-    over = _limit()
-    with no_collection():
-        places = _tensors()
+    with _one_at_a_time, no_collection():
+        over, places = _limit(), _tensors()
         while not over():
             places = {i: place for i, place in places.items() if place not in alive and place not in found}
             some = set(list(places)[:_AT_ONCE])

@@ -26,6 +26,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.weak import WeakIdKeyDictionary
 
+from toolkit.core import distributed
 from toolkit.core.distributed import MOST
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
 from toolkit.core.signals import callbacks_of, signals_deferred
@@ -150,15 +151,18 @@ class VirtualGpu(Device):
         `trace.meta["sizes_only"]` says whether a trace contains operations on such tensors.
         """
         machine = self._in_use()
-        outer, machine.sizes_only, sizes_only.seen = machine.sizes_only, True, True
-        try:
+        sizes_only.seen = True
+        with machine.without_values():
             yield
-        finally:
-            machine.sizes_only = outer
 
     def sync(self) -> None:
         """Advance the modelled clock until all streams have finished."""
         self._in_use().wait_all()
+
+    def meet(self) -> None:
+        """Advance the modelled clocks of all ranks, each of which calls this, to the time at which the last one is idle."""
+        machine = self._in_use()
+        machine.poll(distributed.latest(machine.idle_ns()))
 
     def now_ns(self) -> int:
         """Return the time of the modelled host clock, in ns."""

@@ -47,7 +47,7 @@ class Machine:
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
         self._pools: dict[int, deque[int]] = {}  # of streams, by priority
         self.collectives = 0  # that have run
-        self.sizes_only = False
+        self.sizes_only = 0  # blocks that make tensors without values, of all threads
         self.from_packed = False  # whether new tensors are made from integers without values
         self.lines = False
         self._shard, self._home = distributed.WHOLE, 0  # of the recording, and the thread that started it
@@ -176,6 +176,10 @@ class Machine:
             self.host_ns = max(self.host_ns, until_ns)
             return self.host_ns
 
+    def idle_ns(self) -> int:
+        """Return the time at which the work queued on all streams will be finished; the current time if it already is."""
+        return max(self.host_ns, *self.stream_ends.values())
+
     def delay(self, stream: int, until_ns: int) -> None:
         """Delay work queued on `stream` from now on until `until_ns` (an event, or the end of another stream)."""
         with self.lock:
@@ -254,13 +258,27 @@ class Machine:
                 cell=current_cell(), clock="modelled", where=chain(log.within) if kind == "oom" else None,
             )  # fmt: skip
 
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Make tensors without values inside the block, on all threads. Blocks of several threads may overlap."""
+        entered = False
+        try:
+            with signals_deferred, self.lock:
+                self.sizes_only += 1
+                entered = True
+            yield  # an interrupt may arrive before it
+        finally:
+            if entered:
+                with signals_deferred, self.lock:
+                    self.sizes_only -= 1
+
     # ---- recording
 
     def start(self, *, lines: bool) -> None:
         """Wait until the GPU is idle, as on CUDA, then start recording. Times in the trace count from then on."""
         settle()
         with self.lock:
-            self.host_ns = max(self.host_ns, *self.stream_ends.values())
+            self.host_ns = self.idle_ns()
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
             self._shard, self._home = distributed.current(), get_ident()
             sizes.used = self._marked = False

@@ -127,12 +127,12 @@ def _to_copy(func: Any) -> Callable[..., Any]:
 def _without_values(make: Callable[[], Any], from_packed: bool) -> Any:
     """Call `make` in sizes-only mode, because its source has no values and this machine may lack memory for the result."""
     card = machine()
-    outer = card.sizes_only, card.from_packed
-    card.sizes_only, card.from_packed = True, from_packed
+    outer, card.from_packed = card.from_packed, from_packed
     try:
-        return make()
+        with card.without_values():
+            return make()
     finally:
-        card.sizes_only, card.from_packed = outer
+        card.from_packed = outer
 
 
 def install() -> None:
