@@ -43,6 +43,8 @@ def test_estimates_need_only_come_near():
     assert near.right
     assert "you said 15, the catalogue says 15.1" in repr(near)
     assert compare({"tok/s": 118.4}, {"tok/s": 118.37}, within=0.001).right
+    close = compare({"bytes": 3072.3}, {"bytes": 3072}, who="the model")
+    assert str(close) == "wrong: bytes - you said 3072.3, the model says 3,072"
     assert not compare({"tok/s": 1e4}, {"tok/s": 118.37}, within=0.5).right
     assert "10,000" in repr(compare({"tok/s": 1e4}, {"tok/s": 118.37}))
 
@@ -206,7 +208,11 @@ def test_a_recorded_loop_is_shown_as_a_whole():
         return [batch.to(gpu.torch, non_blocking=True) @ weight for batch in batches]
 
     trace, results = copies_by_hand.run(gpu, loop)
-    assert len(results) == len(copies_by_hand.order_of(trace)) == 4
+    order = copies_by_hand.order_of(trace)
+    assert len(results) == len(order) == 4
+    began = trace["start_ns"].min()  # the zero of the timeline
+    copied = trace["start_ns"][trace.is_kind("h2d")].min() - began
+    assert order["copy begins"].iloc[0] == pytest.approx(copied / 1e3, abs=0.1)
     assert trace.meta["steps_from"] is None
     shown = copies_by_hand.side_by_side(trace, trace)
     assert shown.scene.opening == {"step": None, "sentence": ""}

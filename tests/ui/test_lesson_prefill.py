@@ -135,7 +135,7 @@ def test_a_function_that_raises_an_error_gets_its_line_and_the_hint() -> None:
         return hidden[:, -1:]
 
     (said,) = fed_in_parts(feed, model)
-    assert said.startswith("`feed` runs to its end, but it raised ModelError in its line 4: 96 tokens: the cache")
+    assert said.startswith("`feed` should run to its end, but it raised ModelError in its line 4: 96 tokens: the cache")
     allocated = model.device.memory().allocated_bytes
     fed_in_parts(feed, model)
     assert model.device.memory().allocated_bytes == allocated

@@ -87,7 +87,7 @@ def test_an_error_of_an_exercise_is_a_wrong_try_and_no_traceback(lesson, capsys)
     shell.run_cell("def mended():\n    return [][int()]")
     result = shell.run_cell('with lesson.trying("mend", mended):\n    mended()\nwent_on = True')
     assert isinstance(result.error_in_exec, IndexError)  # so the cell ends
-    said = "wrong: `mended` runs to its end, but it raised IndexError in its line 2: list index out of range"
+    said = "wrong: `mended` should run to its end, but it raised IndexError in its line 2: list index out of range"
     assert capsys.readouterr().out.strip() == f"{said}\nHint: use a number"
     assert "went_on" not in shell.user_ns
     assert "def mended()" in repr(lesson.solution("mend"))

@@ -53,7 +53,7 @@ def failed(function: Callable[..., Any], error: Exception) -> dict[str, bool]:
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     where = f" in its line {lines[-1] - code.co_firstlineno + 1}" if code is not None and lines else ""
     said = (str(error).splitlines() or ["no message"])[0]
-    return {f"`{name}` runs to its end, but it raised {type(error).__name__}{where}: {said}": False}
+    return {f"`{name}` should run to its end, but it raised {type(error).__name__}{where}: {said}": False}
 
 
 def compare(
@@ -99,7 +99,10 @@ def compare(
     for name, value in predicted.items():
         said = "right" if _same(value, found[name], within) else "wrong"
         answer = f", {who} says {_number_text(found[name])}" if tell else ""
-        lines.append(f"{said}: {name} - you said {_number_text(value)}{answer}")
+        mine = _number_text(value)
+        if said == "wrong" and mine == _number_text(found[name]):  # they differ in digits that are not shown
+            mine = str(value)
+        lines.append(f"{said}: {name} - you said {mine}{answer}")
     return Verdict(tuple(lines), all(line.startswith("right") for line in lines))
 
 

@@ -152,10 +152,11 @@ def order_of(trace: Trace) -> pd.DataFrame:
     import pandas as pd
 
     times = {}
+    first = trace["start_ns"].min()  # where the timeline begins
     for kind in ("h2d", "kernel"):
         rows = trace.select(trace.is_kind(kind))
-        begins = np.sort(rows["start_ns"])
-        ends = np.sort(rows["start_ns"] + rows["dur_ns"])
+        begins = np.sort(rows["start_ns"]) - first
+        ends = np.sort(rows["start_ns"] + rows["dur_ns"]) - first
         times[kind] = (begins, ends)
     (copy, copied), (begin, end) = times["h2d"], times["kernel"]
     if len(copy) != len(begin):

@@ -70,7 +70,7 @@ QUESTIONS = {
         "crosses between the GPUs is {share:.4%} of that.",
         answer='{"KiB": (2 * 36 + 1) * 4096 * 2 / 1024}',
         within=0.02,
-        who="the app",
+        who="the model",
     ),
     "latency": Question(
         hint="The first number: bytes / rate. The second one: how many all-reduces, and how long does one take?",
@@ -78,7 +78,7 @@ QUESTIONS = {
         "and then reads. So tensor parallelism needs a fast link for its latency, more than for its bandwidth.",
         answer='{"bytes alone, µs": n_bytes / rate * 1e6, "all-reduces, µs": (2 * 36 + 1) * each_us}',
         within=0.1,
-        who="the app",
+        who="the catalogue",
     ),
     "late": Question(
         hint="A collective ends on both GPUs at the same time. It begins on a GPU when that GPU arrives. Which one waited?",
@@ -89,9 +89,9 @@ QUESTIONS = {
     ),
     "wait": Question(
         hint="Compare the first collective on both GPUs.",
-        why="The host of GPU 1 loses {late_us:.0f} µs at every token, but {hidden_us:.0f} µs of that are hidden: the strategy "
-        "launches a step while the last one still runs. Only the rest makes GPU 0 wait, and only once per step. After the "
-        "first sum, both go on together.",
+        why="The host of GPU 1 loses {late_us:.0f} µs at every token, but in this step, {hidden_us:.0f} µs of that are hidden: "
+        "the strategy launches a step while the last one still runs. Only the rest makes GPU 0 wait, at the first sum. After "
+        "it, both go on together.",
         answer='{"wait, µs": float(times["GPU 0"].iloc[0] - times["GPU 1"].iloc[0])}',
         within=0.01,
     ),
@@ -114,7 +114,7 @@ def late_gpu(times):
         "A larger model divides better: it has more bytes to read for each all-reduce.",
         answer='{"tokens/s": 1e6 / (table.reading_us[1] / 8 + table.summing_us[2])}',
         within=0.1,
-        who="the app",
+        who="the table",
     ),
     "real": Question(
         hint="How many collectives are there, how much time does one add, and how long is the step? Use the printed times, not "
