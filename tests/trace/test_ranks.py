@@ -483,6 +483,13 @@ def test_collectives_that_were_counted_may_be_matched_wrongly(tmp_path, numbered
     assert ("if it began later, wrong ones are matched" in str(said[0].message)) == (not numbered)
 
 
+def test_the_offset_of_a_clock_that_one_trace_does_not_state(tmp_path):
+    files = [DATA / "nccl_ddp_h100-0.json.gz", DATA / "snapshot_h200_all.pickle"]
+    with pytest.warns(UserWarning, match="Rank 1 has no event"):
+        trace = tk.open_trace(files)
+    assert [clock["offset_us"] for clock in trace.meta["clocks"]] == [0, 0]
+
+
 def test_a_clock_that_jumps_shows_in_the_error(tmp_path):
     for rank in range(2):
         events = [collective(100 * i + (1e6 if rank and i > 5 else 0), 10, i) for i in range(20)]

@@ -244,12 +244,13 @@ def _meta(traces: Sequence[Trace], ranks: Sequence[int]) -> dict[str, Any]:
 
 def _described(clocks: Sequence[Clock], traces: Sequence[Trace], ranks: Sequence[int]) -> list[dict[str, Any]]:
     """Return the clocks for `meta["clocks"]`. Offsets are those between the clocks of the hosts, if the traces state them."""
-    origins = [trace.meta.get("origin_ns", 0) for trace in traces]
+    origins = [trace.meta.get("origin_ns") for trace in traces]
     made = []
     for rank, clock, origin in zip(ranks, clocks, origins, strict=True):
         errors = np.abs(clock.errors_ns)
+        between = 0 if origin is None or origins[0] is None else origin - origins[0]
         made.append({
-            "rank": rank, "offset_us": (clock.offset_ns + (origin - origins[0])) / 1e3, "drift_ppm": clock.drift * 1e6,
+            "rank": rank, "offset_us": (clock.offset_ns + between) / 1e3, "drift_ppm": clock.drift * 1e6,
             "collectives": len(errors), "error_us": float(np.median(errors)) / 1e3 if len(errors) > 1 else None,
             "error_95_us": float(np.quantile(errors, 0.95)) / 1e3 if len(errors) > 1 else None,
         })  # fmt: skip
