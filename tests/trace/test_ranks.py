@@ -506,6 +506,54 @@ def test_operations_that_differ_are_named(tmp_path):
         tk.open_trace(files)
 
 
+REDUCE = ("ncclDevKernel_Reduce_Sum_bf16_RING_LL()", "reduce")
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "operation"),
+    [(NAME, "allreduce", "all_reduce"), ("ncclDevKernel_Broadcast_RING_LL()", "broadcast", "broadcast"), (*REDUCE, "reduce")],
+)
+def test_runs_that_exchange_other_sizes_are_named(tmp_path, name, call, operation):
+    """The number and the operation of a collective may be the same in two runs, such as two models."""
+    other, own = {"In msg nelems": 77, "Out msg nelems": 77}, {"name": name, "Collective name": call}
+    events = [
+        [collective(1000 + 100 * i, 20, 100 + i, **own) for i in range(50)],
+        [collective(777000 + 133 * i, 30, 100 + i, **(other if i >= 3 else {}) | own) for i in range(50)],
+    ]
+    files = [write_rank(tmp_path / f"{rank}.json", rank, 2, events[rank]) for rank in range(2)]
+    said = f"disagree on collective 103 of group '0': {operation} of 10,752, 154 bytes. .* their waits may be wrong"
+    with pytest.warns(UserWarning, match=said):
+        trace = tk.open_trace(files)
+    assert all(clock["collectives"] <= 3 for clock in trace.meta["clocks"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "a new one"},
+        {"In msg nelems": 0, "Out msg nelems": 0},
+        {"name": "ncclDevKernel_AllGather_RING_LL()", "Collective name": "all_gather", "In msg nelems": 3, "Out msg nelems": 6},
+        {"name": "ncclDevKernel_SendRecv()", "Collective name": "all_to_allv", "Out msg nelems": 9999},
+        {"name": "ncclDevKernel_ReduceScatter_RING()", "Collective name": "reduce_scatter", "In msg nelems": 9999},
+    ],
+)
+def test_sizes_that_are_unknown_or_may_differ_are_no_disagreement(tmp_path, other):
+    same = {name: other[name] for name in ("name", "Collective name") if name in other}
+    for rank in range(2):
+        events = [collective(100 * i, 10, i, **(other if rank else same)) for i in range(5)]
+        write_rank(tmp_path / f"{rank}.json", rank, 2, events)
+    assert len(quiet(tmp_path)) == 10
+
+
+def test_the_size_of_a_collective_is_that_of_its_largest_event(tmp_path):
+    """Collectives that were started as one have one number. Their kernels may begin in another order on each rank."""
+    sizes = [{"In msg nelems": n, "Out msg nelems": n} for n in (100, 200)]
+    for rank in range(2):
+        events = [collective(i, 10, 0, stream=7 + i, **sizes[i ^ rank]) for i in range(2)]
+        write_rank(tmp_path / f"{rank}.json", rank, 2, events)
+    assert len(quiet(tmp_path)) == 4
+
+
 def test_collectives_after_a_disagreement_do_not_move_the_clocks(tmp_path):
     """gloo writes no groups: ranks that also reduce in a smaller one count other collectives than the rest."""
     gather = {"name": "ncclDevKernel_AllGather_RING_LL()", "Collective name": "_allgather_base"}

@@ -17,7 +17,7 @@ from toolkit.trace.assemble import Strings, from_columns
 from toolkit.trace.clocks import Clock, align
 from toolkit.trace.columns import COLUMNS, TEXT_COLUMNS
 from toolkit.trace.events import Trace
-from toolkit.trace.nccl import TOGETHER
+from toolkit.trace.nccl import SAME_BYTES, TOGETHER
 from toolkit.trace.waits import Collectives, collectives_of
 
 _IN_NAME = re.compile(r"rank[-_ .]?(\d{1,4})(?!\d)", re.IGNORECASE)
@@ -173,26 +173,32 @@ def _missing(ranks: Sequence[int], world_size: int | None) -> list[str]:
     return [f"Of {world_size} ranks, {who} {_listed(gone)} {verb} missing: {seen}."]
 
 
-def _disagreement(numbers: NDArray[np.int64]) -> int | None:
-    """Return the first number that the collectives of a group have twice, with different operations; None without one."""
-    known, count = np.unique(numbers, return_counts=True)
-    return int(known[count > 1][0]) if (count > 1).any() else None
+def _disagreement(joined: Trace, found: Collectives, mine: NDArray[np.int64]) -> int | None:
+    """Return the first number that the ranks of a group have as different collectives; None without one.
+
+    `mine` are the collectives of the group. Different are operations, and sizes that must be the same on all ranks.
+    """
+    seq, operation = (joined[name][found.first_row[mine]] for name in ("seq", "operation"))
+    known, count = np.unique(seq, return_counts=True)
+    same = np.isin(operation, [joined.strings.index(name) for name in SAME_BYTES if name in joined.strings])
+    different = np.concatenate([known[count > 1], seq[same & found.differ[mine]]])
+    return int(different.min()) if len(different) else None
 
 
 def _before_disagreements(joined: Trace, found: Collectives) -> NDArray[np.bool_]:
-    """Return [n] whether the ranks agree on the operations of all collectives of the group up to this one."""
+    """Return [n] whether the ranks agree on all collectives of the group up to this one."""
     agreed = np.ones(len(found.row), np.bool_)
     group, seq = (joined[name][found.first_row] for name in ("group", "seq"))
     for code in np.unique(group).tolist():
         mine = group == code
-        number = _disagreement(seq[mine])
+        number = _disagreement(joined, found, np.flatnonzero(mine))
         if number is not None:
             agreed &= ~mine | (seq < number)
     return agreed
 
 
 def _mismatches(joined: Trace, found: Collectives, counted: bool, declared: Mapping[str, set[int]]) -> list[str]:
-    """Return warnings of collectives that some ranks of a group don't have, or have as another operation.
+    """Return warnings of collectives that some ranks of a group don't have, or have with another operation or size.
 
     `counted` says that some numbers are not those of the process group, but count what each rank recorded. `declared` has the
     ranks of groups as far as they have traces and the headers name them.
@@ -203,10 +209,13 @@ def _mismatches(joined: Trace, found: Collectives, counted: bool, declared: Mapp
     for code in np.unique(group).tolist():
         mine = np.flatnonzero(group == code)
         title = f"group {joined.strings[code]!r}" if code >= 0 else "the collectives without a group"
-        number = _disagreement(seq[mine])
+        number = _disagreement(joined, found, mine)
         if number is not None:
-            codes = operation[mine[seq[mine] == number]].tolist()
-            different = [joined.strings[code] if code >= 0 else "an unknown operation" for code in codes]
+            at = mine[seq[mine] == number]
+            different = [joined.strings[code] or "" if code >= 0 else "an unknown operation" for code in operation[at].tolist()]
+            if len(at) == 1:  # one operation
+                sizes = dict.fromkeys(size for size in found.bytes[at[0]].tolist() if size > 0)
+                different = [f"{different[0]} of {_listed([f'{size:,}' for size in sizes])} bytes"]
             texts.append(
                 f"The ranks disagree on collective {number} of {title}: {' and '.join(different)}. From there on, collectives "
                 "may be matched wrongly: they don't align the clocks, and their waits may be wrong."

@@ -33,6 +33,7 @@ _ITEM_BYTES = {
     "bfloat16": 2, "short": 2, "uint16": 2, "byte": 1, "char": 1, "bool": 1,
 }  # fmt: skip
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # end on all ranks at the same time
+SAME_BYTES = ("all_reduce", "broadcast", "reduce")  # of as many bytes on all ranks; others may divide them unequally
 # The names of the toolkit's kernels that add up what earlier kernels have sent begin like this. They may end on one rank before
 # they begin on another one.
 SUM_OF_SENT = "one_shot_all_reduce_of_sent"

@@ -37,14 +37,15 @@ class Collectives:
     """The collectives of a trace in order of their first start: arrays [n, R] for n collectives and R ranks.
 
     `row` is the event of the rank, or -1 if the rank has none: it is not in the group, or was not recorded. `start` and `end`
-    are its times in ns; if a rank has several events of one collective, from the first to the last. `sent` [n] is whether the
-    collective is a sum of what earlier kernels have sent.
+    are its times in ns; if a rank has several events of one collective, from the first to the last. `bytes` is the size of the
+    largest of them, 0 if it is not known. `sent` [n] is whether the collective is a sum of what earlier kernels have sent.
     """
 
     ranks: list[int]
     row: Ints
     start: Ints
     end: Ints
+    bytes: Ints
     sent: NDArray[np.bool_]
 
     @cached_property
@@ -55,6 +56,12 @@ class Collectives:
     def matched(self) -> NDArray[np.bool_]:
         """[n] whether at least two ranks have an event of the collective."""
         return self.present.sum(1) > 1
+
+    @cached_property
+    def differ(self) -> NDArray[np.bool_]:
+        """[n] whether ranks have different bytes of the collective, as far as they are known."""
+        most = np.iinfo(np.int64).max
+        return np.where(self.bytes > 0, self.bytes, most).min(1, initial=most) < self.bytes.max(1, initial=0)
 
     @cached_property
     def last(self) -> Ints:
@@ -118,11 +125,14 @@ def collectives_of(trace: Trace) -> Collectives:
     row[number[::-1], rank[::-1]] = rows[::-1]  # of several events, the first
     np.minimum.at(start, (number, rank), starts)
     np.maximum.at(end, (number, rank), starts + np.maximum(trace["dur_ns"][rows], 0))
+    size = np.zeros(shape, np.int64)
+    np.maximum.at(size, (number, rank), trace["bytes"][rows])
     order = np.argsort(start.min(1, initial=np.iinfo(np.int64).max), kind="stable")
     row = row[order]
     absent, name = row < 0, trace["name"][row.max(1, initial=-1)]
     sent = np.isin(name, [code for code, text in enumerate(trace.strings) if (text or "").startswith(SUM_OF_SENT)])
-    return Collectives(ranks.tolist(), row, np.where(absent, 0, start[order]), np.where(absent, 0, end[order]), sent)
+    begun, ended = np.where(absent, 0, start[order]), np.where(absent, 0, end[order])
+    return Collectives(ranks.tolist(), row, begun, ended, size[order], sent)
 
 
 def collective_steps(trace: Trace, found: Collectives) -> Ints:
