@@ -1016,8 +1016,22 @@ def test_another_thread_may_close_the_cluster_just_before_a_function_is_sent(
 def test_all_ranks_may_be_killed_while_they_spread_work() -> None:
     with tk.cluster("cpu", 2) as two:
         threading.Timer(0.5, kill, [two.pids]).start()
-        with pytest.raises(RankError, match="all processes have ended"):
+        with pytest.raises(RankError, match=r"all processes have ended while they worked on items? 0.*: rank 0 was killed"):
             spreads(two)
+        assert two.closed
+
+
+def ends_on_item_3(item: int) -> int:
+    if item == 3:
+        os._exit(1)
+    return item
+
+
+def test_an_item_that_ends_all_processes_is_named() -> None:
+    found = "all processes have ended while they worked on item 3: rank 0 ended with status 1, rank 1 ended with status 1"
+    with tk.cluster("cpu", 2) as two:
+        with pytest.raises(RankError, match=f"{found}. Leave item 3 out, .* Open a new cluster"):
+            list(two.spread(ends_on_item_3, [0, 1, 2, 3]))
         assert two.closed
 
 

@@ -25,7 +25,7 @@ class Spread:
     def __init__(self, engines: Engines, asked: str, ranks: Sequence[int]) -> None:
         self._engines, self._asked, self._ranks = engines, asked, ranks
         self._running: dict[int, Any] = {}  # AsyncResults of ipyparallel, by the number of the item
-        self._lost: Counter[int] = Counter()  # how many processes have ended while they worked on an item
+        self._lost: Counter[int] = Counter()  # how many processes have ended while they worked on an item without a result
 
     def outcomes(self, function: Callable[..., Any], payloads: Sequence[bytes]) -> Iterator[tuple[int, int, Outcome]]:
         """Run `function(payload)` for each payload, and yield (its number, the rank, the outcome) as they end."""
@@ -34,7 +34,7 @@ class Spread:
             alive = self._engines.alive_ranks(self._ranks)
             self._engines.check(self._asked)  # after the last line, which returns none if the cluster was closed
             if not alive:
-                raise RankError(self._asked, "all processes have ended", "Open a new cluster: tk.cluster(...)")
+                raise self._all_ended()
             if waiting and len(self._running) < len(alive):
                 with signals_deferred:
                     future = self._engines.submit_to_any(self._asked, alive, function, payloads[waiting[0]])
@@ -47,6 +47,7 @@ class Spread:
                 if outcome is None:
                     waiting.appendleft(number)
                 else:
+                    self._lost.pop(number, None)
                     yield number, rank, outcome
 
     def stop(self) -> bool:
@@ -59,6 +60,16 @@ class Spread:
         if not self._running:
             arrived(GRACE_S)
         return not self._running
+
+    def _all_ended(self) -> RankError:
+        """Return the error that names the items on which processes have ended, and how each of them ended."""
+        under_way = {number for number, future in self._running.items() if not (future.ready() and future.successful())}
+        items = sorted(under_way | self._lost.keys())
+        name = f"item{'s' if len(items) > 1 else ''} {', '.join(map(str, items))}"
+        how = ", ".join(f"rank {rank} {self._engines.how_it_ended(rank)}" for rank in self._ranks)
+        what = f"all processes have ended{f' while they worked on {name}' if items else ''}: {how}"
+        do = f"Leave {name} out, or look at the output of the function. " if items else ""
+        return RankError(self._asked, what, f"{do}Open a new cluster: tk.cluster(...)")
 
     def _ended(self) -> list[tuple[int, int, Outcome | None]]:
         """Wait a moment, and return the items that have ended. The outcome is None if the process has ended with the item."""
