@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def test_what_the_plan_does_not_divide(ranks: Ranks, tmp_path: Path, name: str, 
     for error in ranks.run(2, programs.of_transformers, saved(name, tmp_path), PROMPT, []):
         assert type(error) is kind
         with pytest.raises(kind, match=why):
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        (5000, "SafetensorError: .* Download or copy it again"),
+        (None, "no file named model.safetensors .* Use a folder with a causal language model"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_for_fewer_ranks(ranks: Ranks, tmp_path: Path, size: int | None, why: str) -> None:
+    weights = Path(saved("qwen3", tmp_path), "model.safetensors")
+    if size is None:
+        weights.unlink()
+    else:
+        os.truncate(weights, size)
+    for error in ranks.run(2, programs.of_transformers, str(weights.parent), PROMPT, []):
+        with pytest.raises(FormatError, match=why):
             raise error
 
 

@@ -174,11 +174,10 @@ def _mine(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None, **more: Any) -> nn.Module:
-    asked = f'model {folder} with engine="hf"'
+    asked, logging = f'model {folder} with engine="hf"', transformers.utils.logging
     if not os.path.isfile(folder / "config.json"):
         raise FormatError(asked, "not a folder with a config.json", "Pass a local Hugging Face folder, or a loaded model")
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto", **more}
-    logging = transformers.utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -186,7 +185,8 @@ def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None, **m
     except Exception as error:  # any architecture may raise any exception
         found = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error!s:.300}".rstrip(".")
         do = "Use a folder with a causal language model in safetensors files that needs no custom code"
-        do = _OTHERWISE if more else do
+        do = _OTHERWISE if more and not isinstance(error, OSError) else do  # OSError: a file is missing, or can't be read
+        do = "Download or copy it again" if type(error).__name__ == "SafetensorError" else do
         raise FormatError(asked, found, do) from error
     finally:
         if bars:
