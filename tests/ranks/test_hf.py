@@ -13,7 +13,7 @@ import toolkit as tk
 from tests.ranks import programs
 from tests.ranks.pool import Ranks
 from toolkit.core.distributed import Shard
-from toolkit.core.errors import FormatError, ModelError, ToolkitError
+from toolkit.core.errors import FormatError, ModelError, ToolkitError, UnknownNameError
 from toolkit.gpu.opening import open_device
 from toolkit.loading import huggingface as hf
 
@@ -51,6 +51,22 @@ def test_two_ranks_compute_what_one_does(ranks: Ranks, tmp_path: Path, name: str
     whole = sum(parameter.nbytes for parameter in tk.load(str(tmp_path / name), "cpu", engine="hf").parameters())
     assert found[0][2] == found[1][2]
     assert all(held < 0.75 * whole and error < 1e-4 for held, error, _ in found)
+
+
+def test_generating_on_a_cluster_has_the_strategies_of_the_model(tmp_path: Path) -> None:
+    path = saved("qwen3", tmp_path)
+    expected = tk.generate(tk.load(path, "cpu", engine="hf"), PROMPT, "hf-generate", max_new_tokens=4).tokens
+    with tk.cluster("2xcpu") as two:
+        model = tk.load(path, engine="hf", cluster=two)
+        for name in ("hf-generate", "roundtrip"):
+            assert tk.generate(model, PROMPT, name, max_new_tokens=4).tokens == expected
+        compared = tk.compare(model, PROMPT, ["roundtrip", "hf-generate"], max_new_tokens=4)
+        assert compared.runs["hf-generate"].tokens == expected
+        with pytest.raises(UnknownNameError, match='Did you mean "hf-generate"') as failed:
+            tk.generate(model, PROMPT, "hf-generat", max_new_tokens=4)
+        assert failed.value.facts["known"] == sorted(model.strategies)
+        with pytest.raises(UnknownNameError, match="decode strategy 3"):
+            tk.generate(model, PROMPT, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from toolkit.core.distributed import current
-from toolkit.core.errors import ModelError, RankError, RecorderError, brief
+from toolkit.core.errors import ModelError, RankError, RecorderError, brief, unknown_name
 from toolkit.core.progress import check_cancel
 from toolkit.core.remote import Remote
 from toolkit.core.units import plural
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
-from toolkit.decode.strategies import OwnLoop, Strategy, find_strategy, strategies_of
+from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, strategies_of
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import recorded_for_all
 from toolkit.loading.loader import load
@@ -85,7 +85,9 @@ class RankedModel(Remote):
         """
         self._check_ready("generating")
         cancel = _event(options)
-        find_strategy(decode)
+        named = isinstance(decode, str) and (decode in STRATEGIES or decode in self.strategies)
+        if not named and not isinstance(decode, Strategy | OwnLoop):
+            raise unknown_name("decode strategy", decode, self.strategies)
         return joined(self.cluster.run_as("generating", cancel, _generate, self._number, prompt, decode, options))
 
     def compare(self, prompt: Any, decode: Iterable[str | Strategy] | None, **options: Any) -> Comparison:
