@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -825,6 +826,24 @@ def test_an_interrupt_while_a_process_starts_leaves_none(process: str, monkeypat
         tk.cluster("cpu", 2)
     assert len(started) == (1 if process == "controller" else 3)
     assert_ended(started)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
+def test_an_interrupt_while_the_controller_starts_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ipyparallel.cluster import launcher
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        made = subprocess.Popen(command, **options)
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()  # it takes longer to write its files
+        return made
+
+    monkeypatch.setattr(launcher, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        tk.cluster("cpu", 2)
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
 
 
 def in_a_loop(function: Callable[[], None]) -> None:

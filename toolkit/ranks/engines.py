@@ -25,6 +25,7 @@ from toolkit.ranks.process import kill_all
 LOOPBACK = "127.0.0.1"
 START_S = 120.0  # for all engines to answer; each imports PyTorch later
 LOOK_S = 1.0  # between two looks at whether an engine has ended before it answered
+FILES_S = 0.05  # between two looks at whether the controller has written its files
 BEAT_MS = 500  # between two heartbeats
 
 
@@ -99,12 +100,24 @@ class Engines:
         controller, engine = [*command, "controller", parent], [*command, "engine", parent]
         with signals_deferred:
             self._cluster.start_controller_sync(controller_cmd=controller, environment=dict(environment))
-        self._client = self._cluster.connect_client_sync()  # waits for the controller, without which no engine can start
+        self._wait_for_controller()  # without which no engine can start
         with signals_deferred:
+            self._client = self._cluster.connect_client_sync()
             self._cluster.start_engines_sync(n=self._ranks, engine_cmd=engine, environment=environment, delay=0.0)
         self._wait_for_engines()
         self._ids = sorted(self._client.ids)
         self.pids: list[int] = self._client[self._ids].apply_sync(os.getpid)  # of the processes, by rank
+
+    def _wait_for_controller(self) -> None:
+        """Wait until the controller has written its files, or has ended. Raises TimeoutError after START_S.
+
+        `connect_client_sync` would wait, too, but an interrupt would leave its task of asyncio behind, which prints a message.
+        """
+        deadline = time.monotonic() + START_S
+        while self.alive and not all(map(os.path.exists, self._cluster.controller.connection_files.values())):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the controller has not answered for {START_S:g} s")
+            time.sleep(FILES_S)
 
     def _wait_for_engines(self) -> None:
         """Wait until all engines answer. Raises RuntimeError if one ends before, or TimeoutError after START_S."""
