@@ -57,6 +57,15 @@ def test_another_model(tmp_path: Path, capsys) -> None:
     assert "demo/gemma4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
+def test_a_demo_does_not_overwrite_a_trace(device: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.trace"
+    file.write_text("a trace")
+    assert main(["demo", "--out", str(file), *device]) == 1
+    assert "a.trace': the name of a page ends in .html. Give another name after --out" in capsys.readouterr().err
+    assert file.read_text() == "a trace"
+
+
 def test_an_unknown_device_is_one_line_that_names_the_nearest(tmp_path: Path, capsys) -> None:
     assert main(["demo", "--device", "virtual:rtx-5900", "--out", str(tmp_path / "page.html")]) == 1
     said = capsys.readouterr().err

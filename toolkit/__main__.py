@@ -36,7 +36,7 @@ PROMPT = "The capital of France is"
 
 def demo(out: Path, device: str, max_new_tokens: int, name: str) -> None:
     """Compare every strategy with the model called `name` on `device`, print the table, and write the page `out`."""
-    check_writable(out, tk.ToolkitError)
+    _check_page(out, "--out")
     gpu = tk.device(device)
     print(f"Loading {name} on {gpu.name}")
     model = tk.load(name, device=gpu)
@@ -121,10 +121,7 @@ def _gpus_text(table: pd.DataFrame) -> str:
 def show_trace(options: argparse.Namespace) -> None:
     """Print the events of a trace, and its copies per step, or its memory if it has no steps. Several files are ranks."""
     if options.html is not None:
-        if options.html.suffix.lower() not in (".html", ".htm"):  # it may be a trace: "open --html a.json b.json"
-            found = "the name of a page ends in .html"
-            raise tk.ToolkitError(f"writing {str(options.html)!r}", found, "Give another name after --html")
-        check_writable(options.html, tk.ToolkitError)
+        _check_page(options.html, "--html")
     with warnings.catch_warnings(record=True) as caught:
         trace = tk.open_trace(options.files[0] if len(options.files) == 1 else options.files)
     for one in caught:
@@ -139,6 +136,13 @@ def show_trace(options: argparse.Namespace) -> None:
         print(f"\n{MemoryUse(trace)}")
     if options.html is not None:
         print(f"\nTimeline: {trace.to_html(options.html)} (open it in a browser; it needs no network)")
+
+
+def _check_page(path: Path, option: str) -> None:
+    """Raise ToolkitError if `path` can't be written, or isn't the name of a page. The page would replace a trace."""
+    if path.suffix.lower() not in (".html", ".htm"):  # as in "open --html a.json b.json"
+        raise tk.ToolkitError(f"writing {str(path)!r}", "the name of a page ends in .html", f"Give another name after {option}")
+    check_writable(path, tk.ToolkitError)
 
 
 def _print_piece(token: int, text: str) -> None:
