@@ -506,6 +506,16 @@ def test_a_damaged_file_keeps_the_model(
     refused(app, model, "virtual:h200", str(tmp_path / name).removesuffix("/config.json"), told)
 
 
+@pytest.mark.parametrize(("device", "path", "told"), [
+    ("virtual:rtx-5090", "random/qwen3-235b-a22b", "Use a larger card"),
+    ("virtual:1MiB", "demo/qwen3", "virtual:1MiB has 1.00 MiB<"),
+    ("virtual:2xrtx-5090", "random/qwen3-235b-a22b", "Use a larger card"),
+])  # fmt: skip
+def test_a_model_that_never_fits_keeps_the_model(app: Lab, model: SimpleNamespace, device: str, path: str, told: str) -> None:
+    loaded(app)
+    refused(app, model, device, path, told)
+
+
 def refused(app: Lab, model: SimpleNamespace, device: str, path: str, told: str) -> None:
     """Press Load for `path`, which fails as `told`. The loaded model stays."""
     app.loading.device_field.value, app.loading.model_field.value = device, path

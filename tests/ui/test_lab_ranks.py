@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from toolkit.core.errors import RankError
+from toolkit.core.errors import ModelError, RankError
 from toolkit.core.extras import install_command
 from toolkit.ui.lab.app import Lab
 from toolkit.ui.lab.load_panel import _source
@@ -109,10 +109,15 @@ def test_the_plan_follows_the_cluster(app: Lab) -> None:
     assert _source("virtual:h200", "demo/qwen3", None) == "model = tk.load('demo/qwen3', device='virtual:h200')"
 
 
-def test_errors_of_ranks_keep_the_cluster(loaded: Lab) -> None:
+def test_errors_of_ranks_keep_the_cluster(loaded: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     app = loaded
-    pids = app.cluster.pids
+    pids, model = app.cluster.pids, app.model
     app.loading.scheme_field.value = "q4_k_m"
+    app.load()
+    assert isinstance(done(app).error, ModelError)
+    assert "128 of its 256 columns" in app.loading.status.value
+    assert app.model is model, "what the ranks can't divide is refused before"
+    monkeypatch.setattr("toolkit.ui.lab.load_panel._check_load", lambda *_: None)
     app.load()
     assert isinstance(done(app).error, RankError)
     assert "128 of its 256 columns" in app.loading.status.value

@@ -35,7 +35,7 @@ from toolkit.loading.fill import Filler, scratch_for
 from toolkit.loading.huggingface import import_transformers, wrap
 from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.report import Report
-from toolkit.loading.room import check_room, needed_bytes, too_big
+from toolkit.loading.room import check_empty, check_room, needed_bytes, too_big
 from toolkit.models.model import CausalLM
 from toolkit.models.places import assign
 from toolkit.ops.exchange import links
@@ -144,6 +144,19 @@ def load_part(
     return _load(asked, resolve(asked), "cpu", chosen, wanted, True, shard, 0, progress, cancel, alone=True)
 
 
+def check_load(path: Path, scheme: str | Recipe | None, name: str, total: int, shard: Shard = WHOLE) -> None:
+    """Raise the error of `load` for files that can't be loaded, or weights that exceed the memory of a GPU that is empty.
+
+    The GPU called `name` has `total` bytes, or memory that isn't counted if that is 0. It need not be open.
+    """
+    checkpoint, device = open_local(path), open_device("cpu")
+    layout = lay_out(checkpoint, device, checkpoint.dtype, storage(scheme), True, shard)
+    if total:
+        needed = needed_bytes(layout.model.parameters())
+        smaller = _smaller(checkpoint, device, checkpoint.dtype, shard, needed)
+        check_empty(_described(checkpoint, layout), name, total, needed, smaller)
+
+
 def _load(
     asked: str, found: Path | Repository, device: Device | str, chosen: torch.dtype | None, wanted: Recipe | str | None,
     fuse: bool, shard: Shard, drawn: int, progress: bool | Progress, cancel: threading.Event | None, alone: bool = False,
@@ -227,9 +240,13 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Coun
 def _check(checkpoint: Checkpoint, layout: Layout, device: Device) -> tuple[str, int]:
     """Return what is loaded and the bytes that it needs. Raises DeviceError if the device does not have them free."""
     needed = needed_bytes(layout.model.parameters())
-    what = f"{checkpoint.path.name} in {', '.join(layout.held())}"
+    what = _described(checkpoint, layout)
     check_room(what, device, needed, _smaller(checkpoint, device, layout.model.dtype, layout.model.shard, needed))
     return what, needed
+
+
+def _described(checkpoint: Checkpoint, layout: Layout) -> str:
+    return f"{checkpoint.path.name} in {', '.join(layout.held())}"
 
 
 def _smaller(

@@ -16,6 +16,8 @@ from toolkit.gpu.device import Device
 
 ROUND_BYTES = 512  # CUDA's caching allocator rounds each tensor up to a multiple
 _CGROUP = Path("/sys/fs/cgroup")
+_LARGER = "Use a larger card"
+_BUDGET = "Set a larger budget, or use a larger card"
 
 
 def needed_bytes(tensors: Iterable[Tensor]) -> int:
@@ -48,16 +50,34 @@ def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str,
     found = f"its weights need {bytes_text(needed)}, {device.name} has {bytes_text(free)}{of} free"
     if needed <= free and device.torch.type != "cpu":  # the allocation of a segment failed
         found += ", but the allocator takes memory in segments: 20 MiB at a time for tensors of 1 to 10 MiB"
-    fitting = next((f"{option} needs {bytes_text(size)}" for option, size in smaller if size <= free), None)
-    larger = "machine" if device.torch.type == "cpu" else "card"
-    do = f"Free memory on it, or use a larger {larger}" if fitting is None else f"Use a smaller format: {fitting}"
-    return DeviceError(
-        f"{what} on {device.name}",
-        found,
-        do + ("" if device.torch.type == "cpu" else unheld.sentence()),
-        needed_bytes=needed,
-        free_bytes=free,
-    )
+    options = list(smaller)
+    if fitting := _fitting(options, free):
+        do = f"Use a smaller format: {fitting}"
+    elif device.torch.type == "cpu":
+        do = "Free memory on it, or use a larger machine"
+    elif needed <= total:
+        do = "Free memory on it, or use a larger card"
+    elif fitting := _fitting(options, total):
+        do = f"Free memory on it and use a smaller format ({fitting}), or use a larger card"
+    else:  # freeing memory doesn't help
+        return _error(what, device.name, found, _LARGER if needed > device.memory().total_bytes else _BUDGET, needed, free)
+    return _error(what, device.name, found, do + ("" if device.torch.type == "cpu" else unheld.sentence()), needed, free)
+
+
+def check_empty(what: str, name: str, total: int, needed: int, smaller: Iterable[tuple[str, int]]) -> None:
+    """Raise DeviceError if weights exceed the `total` bytes of the GPU called `name`, which need not be open."""
+    if needed > total:
+        fitting = _fitting(smaller, total)
+        found = f"its weights need {bytes_text(needed)}, {name} has {bytes_text(total)}"
+        raise _error(what, name, found, f"Use a smaller format: {fitting}" if fitting else _LARGER, needed, total)
+
+
+def _fitting(options: Iterable[tuple[str, int]], room: int) -> str:
+    return next((f"{option} needs {bytes_text(size)}" for option, size in options if size <= room), "")
+
+
+def _error(what: str, name: str, found: str, do: str, needed: int, free: int) -> DeviceError:
+    return DeviceError(f"{what} on {name}", found, do, needed_bytes=needed, free_bytes=free)
 
 
 def _host_free() -> int:

@@ -12,17 +12,18 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
-from toolkit.gpu.virtual.device import spec_of
+from toolkit.gpu.virtual.device import open_card, spec_of
 from toolkit.loading.checkpoint import DEMOS, resolve
 from toolkit.loading.download import Repository
-from toolkit.loading.loader import load
+from toolkit.loading.loader import check_load, load
 from toolkit.models.model import Model
 from toolkit.models.shapes import SHAPES
-from toolkit.planning.describe import costs, describe
+from toolkit.planning.describe import costs
 from toolkit.ranks.cluster import Cluster, checked, cluster, several
 from toolkit.ranks.remote import RankedModel
 from toolkit.ui.figures.model import html_of
@@ -149,9 +150,9 @@ class LoadPanel(Panel):
     def load_now(self) -> None:
         """Load the chosen model in this thread."""
         name, path, scheme = self.chosen()
-        found = _check_names(name, path)  # first: a mistyped name must not cost the loaded model, nor a damaged file
+        found = _check_names(name, path)  # first: what can never be loaded must not cost the loaded model
         if self.model is not None and not isinstance(found, Repository):  # some on the Hub have no shapes until downloaded
-            describe(path, scheme)
+            _check_load(name, found, scheme)
         self.unload(f"Loading {escape(path)} onto {escape(name)} ...")
         gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
         for panel in [panel for panel in _panels if panel is not self and not panel._work.busy]:
@@ -233,6 +234,19 @@ def _check_names(name: str, path: str) -> Path | Repository:
         else:
             open_device(name)
     return resolve(path)
+
+
+def _check_load(name: str, path: Path, scheme: str | None) -> None:
+    """Raise ToolkitError if the model can't be loaded onto the device, however much of the device's memory is freed."""
+    each, ranks = several(name) or (name, 1)
+    total, opened = 0, open_card()
+    if opened is not None and opened.name == each and ranks == 1:
+        total = opened.limit_bytes
+    elif each.startswith("virtual:"):
+        total = spec_of(each.removeprefix("virtual:")).memory_bytes
+    elif ranks == 1:  # this process must not open the GPUs of ranks
+        total = open_device(each).limit_bytes
+    check_load(path, scheme, each, total, WHOLE if ranks == 1 else Shard(0, ranks))
 
 
 def _source(name: str, path: str, scheme: Any) -> str:
