@@ -293,6 +293,7 @@ x = torch.ones(1000, device="vgpu")
 with pytest.raises(DeviceError, match="1 live tensor .4.00 KiB. is on virtual:8GiB") as error:
     tk.device("virtual:rtx-5090")
 assert error.value.facts == {"tensors": 1, "bytes": 4096}
+assert error.value.do == 'Delete it first (del x; gc.collect()), or stay with virtual:8GiB: device="virtual:8GiB"'
 with pytest.raises(torch.OutOfMemoryError):
     torch.empty(9 << 30, dtype=torch.uint8, device="vgpu")
 del x

@@ -398,8 +398,13 @@ def test_what_can_not_be_exported(model, tmp_path):
     for other in (torch.nn.Linear(2, 2), wrapped):
         with pytest.raises(ModelError, match=r"it isn't one of the toolkit's own models\. .*without engine="):
             tk.export(other, tmp_path / "out")
-    with pytest.raises(DeviceError, match="packages don't run on virtual GPUs"):
-        tk.export(model, tmp_path / "out", device="virtual:h200")
+    for device in ("virtual:h200", "virtual:8GiB", "vgpu", "auto"):  # without opening another one than that of `held`
+        held = torch.ones(3, device=tk.device("virtual:h200").torch)
+        with pytest.raises(DeviceError, match="packages don't run on virtual GPUs"):
+            tk.export(model, tmp_path / "out", device=device)
+    assert held.device.type == "vgpu"
+    with pytest.raises(tk.errors.UnknownNameError, match="h2000"):
+        tk.export(model, tmp_path / "out", device="virtual:h2000")
     with pytest.raises(DeviceError, match=r"'h200': the exporting device is virtual:h200, .*Pass device=\"cpu\", too"):
         tk.export(model, tmp_path / "out", device="virtual:h200", target="h200")
     with pytest.raises(tk.errors.UnknownNameError, match="GPU ''"):

@@ -37,7 +37,7 @@ from toolkit.exporting.pieces import LEAST, METHODS, MOST, Anatomy, Piece, compi
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
-from toolkit.gpu.opening import open_device
+from toolkit.gpu.opening import open_device, virtual_name
 from toolkit.loading.loader import load_part
 from toolkit.models.model import CausalLM
 from toolkit.ops.define import LEAST_CAPABILITY
@@ -393,13 +393,13 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
         raise ModelError("exporting a loaded model", f"it holds {shard} only", do)
     if device is None:
         device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = open_device(device)
-    if found.torch.type not in ("cpu", "cuda"):
+    if virtual := virtual_name(device):  # it isn't opened, as another one may be open
         if target is not None:
-            has = f"the exporting device is {found.name}, and exports don't use virtual GPUs"
+            has = f"the exporting device is {virtual}, and exports don't use virtual GPUs"
             raise DeviceError(f"an export for {brief(target)}", has, 'Pass device="cpu", too: an export needs no GPU')
         do = 'Use device="cpu" for a package that runs here, or tk.plan to see how much memory an export takes on a GPU'
-        raise DeviceError(f"an export for {found.name}", "packages don't run on virtual GPUs", do)
+        raise DeviceError(f"an export for {virtual}", "packages don't run on virtual GPUs", do)
+    found = open_device(device)
     card = find_card(found if target is None else target)
     if card is None:
         return found, None

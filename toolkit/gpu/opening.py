@@ -12,7 +12,7 @@ from toolkit.core.flags import flag
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device
-from toolkit.gpu.virtual.device import check_single, current_virtual, open_virtual
+from toolkit.gpu.virtual.device import check_single, current_virtual, open_virtual, spec_of
 from toolkit.trace.events import Trace
 
 
@@ -39,9 +39,7 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     """
     if isinstance(device, Device):
         return device
-    name = name_of(device)
-    if name == "auto":
-        name = "cuda" if _cuda_count() else "virtual:h200"
+    name = _meant(device)
     kind, _, rest = name.partition(":")
     if kind == "virtual":
         return open_virtual(rest)
@@ -53,6 +51,28 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
         return open_cuda(int(rest) if rest else _own_gpu())
     check_single(name)
     raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
+
+
+def virtual_name(device: Device | str | torch.device) -> str:
+    """Return the name of the virtual GPU that `open_device` would return, without opening it; "" for another device.
+
+    Raises UnknownNameError for an unknown virtual GPU.
+    """
+    if not isinstance(device, Device):
+        kind, _, rest = _meant(device).partition(":")
+        if kind == "virtual":
+            spec_of(rest)
+            return f"virtual:{rest}"
+        if kind != "vgpu":
+            return ""
+        device = open_device(device)
+    return "" if device.torch.type in ("cpu", "cuda") else device.name
+
+
+def _meant(device: object) -> str:
+    """Return the text of a device's name, with that of a device in place of "auto"."""
+    name = name_of(device)
+    return name if name != "auto" else "cuda" if _cuda_count() else "virtual:h200"
 
 
 def name_of(device: object) -> str:

@@ -299,7 +299,8 @@ def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:
         raise DeviceError(f"opening virtual:{card}", f"{gpu.name} is being recorded", "End that recording first")
     if count:
         held = f"1 live tensor ({bytes_text(size)}) is" if count == 1 else f"{count:,} live tensors ({bytes_text(size)}) are"
-        do = f"Delete {'it' if count == 1 else 'them'} first (del x; gc.collect()), or stay with {gpu.name}{unheld.sentence()}"
+        do = f"Delete {'it' if count == 1 else 'them'} first (del x; gc.collect()), or stay with {gpu.name}: "
+        do += f'device="{gpu.name}"{unheld.sentence()}'
         raise DeviceError(
             f"opening virtual:{card}", f"{held} on {gpu.name}; only one virtual GPU can be open",
             do, tensors=count, bytes=size,
