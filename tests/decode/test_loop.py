@@ -247,7 +247,9 @@ def test_context(model):
     assert generate(model, context=640).tokens == full.tokens
     tight = generate(model, context=22)  # 19 of the prompt, 3 more fed, and one that needs no place
     assert tight.tokens == full.tokens[:4]
-    assert tight.stop_reason == "length"
+    assert (tight.stop_reason, tight.context_full, full.context_full) == ("length", True, False)
+    assert "4 tokens, stopped by length (the context is full), " in repr(tight)
+    assert "the context is full" not in repr(generate(model, context=22, max_new_tokens=4))
     exact = generate(model, context=19)
     assert exact.tokens == full.tokens[:1]
     most = model.config.max_position_embeddings

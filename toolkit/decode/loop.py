@@ -157,12 +157,13 @@ def generate(
             if text.add(token, last=len(known_ns) == limit):
                 break
     invented = trace is not None and bool(trace.meta.get("sizes_only"))
+    reason = text.ended or ("length" if len(text.tokens) == limit else "cancelled")
     return Run(
         text="" if invented else text.text(),  # sizes only: the token ids are meaningless
         tokens=tuple(text.tokens),
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
-        stop_reason=text.ended or ("length" if len(text.tokens) == limit else "cancelled"),
+        stop_reason=reason,
         tok_per_s=tokens_per_s(known_ns, late),
         clock=device.clock,
         device=device.name,
@@ -170,6 +171,7 @@ def generate(
         fallback=fallen.reason,
         prefill_chunk=chunk,
         slowed=slowed,
+        context_full=reason == "length" and bool(limit < max_new_tokens),
     )
 
 

@@ -19,6 +19,7 @@ from toolkit.trace.events import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
+FULL = "the context is full"
 RECORDED, AFTER = "while recorded", "after a recording"  # on CUDA, a process's first recording leaves CUPTI attached
 
 
@@ -55,6 +56,7 @@ class Run:
         fallback: Why the run went on without the graphs of its strategy; None if it used them or has none.
         prefill_chunk: The number of prompt tokens that were fed at a time; None if the model's own loop ran.
         slowed: Why the rate is too low: "while recorded", or "after a recording" on CUDA; otherwise empty.
+        context_full: Whether "length" means that the context was full before `max_new_tokens` were generated.
     """
 
     text: str
@@ -69,6 +71,7 @@ class Run:
     fallback: str | None = None  # why the run went on without the graphs of its strategy, if it did
     prefill_chunk: int | None = None
     slowed: str = RECORDED  # why the rate is too low; files of earlier versions don't say it
+    context_full: bool = False  # neither do they say this
 
     @property
     def trace(self) -> Trace:
@@ -120,7 +123,8 @@ class Run:
     def _summary(self) -> str:
         rate = f", {self.rate_text}" if self.rate_text else ""
         name = self.title if self.fallback is None else f"{self.title} ({self.fallback})"
-        return f"{name} on {self.device}, {plural(len(self.tokens), 'token')}, stopped by {self.stop_reason}{rate}"
+        why = f"{self.stop_reason} ({FULL})" if self.context_full else self.stop_reason
+        return f"{name} on {self.device}, {plural(len(self.tokens), 'token')}, stopped by {why}{rate}"
 
     def _shown_text(self) -> str:
         text = self.text or " ".join(map(str, self.tokens))
