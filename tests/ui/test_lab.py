@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.ui.lab import generate_panel, load_panel
 from toolkit.ui.lab.app import TABS, Lab
 from toolkit.ui.lab.fields import error_html, path_of
-from toolkit.ui.lab.generate_panel import prompt_of
+from toolkit.ui.lab.generate_panel import _ended, prompt_of
 from toolkit.ui.lab.history import Entry, copies_html
 from toolkit.ui.progress import CellProgress, ProgressBar
 
@@ -562,6 +563,30 @@ def test_table_of_a_run_without_decode_steps() -> None:
     trace = decode_loop(steps=1, clock="measured")
     run = Run("", (1,), (), "roundtrip", "length", None, "measured", "cpu", trace)
     assert "<td>-</td>" in copies_html([Entry(1, "a <run>", run.trace, run, "")])
+
+
+def test_tokens_are_compared_for_one_prompt_and_model() -> None:
+    def entry(tokens: tuple[int, ...], prompt: tuple[int, ...] = (7,), model: str = "demo/qwen3") -> Entry:
+        run = Run("", tokens, prompt, "roundtrip", "length", None, "measured", "cpu", trace)
+        return Entry(1, "a", trace, run, "", model=model)
+
+    trace = decode_loop()
+    others = {
+        "yes": [entry((1,)), entry((1,), model="")],
+        "no": [entry((2,)), entry((2,), model="")],
+        "-": [entry((2,), (8,)), entry((2,), model="demo/gemma4"), Entry(1, "a", trace, None, "")],
+    }
+    for same, entries in others.items():
+        for other in entries:
+            assert f"</small></td><td>{same}</td>" in copies_html([entry((1,)), other]).rpartition("<tr>")[2]
+
+
+def test_why_a_text_ended_is_as_a_run_says_it() -> None:
+    run = Run("", (1,), (), "roundtrip", "length", None, "measured", "cpu")
+    assert _ended(run) == "1 token, reached max tokens"
+    full = replace(run, context_full=True)
+    assert _ended(full) == "1 token, the context is full"
+    assert "stopped by length (the context is full)" in repr(full)
 
 
 def test_table_of_runs_counts_kernels_and_launches() -> None:

@@ -16,7 +16,7 @@ from toolkit.core.errors import ModelError, RecorderError, ToolkitError
 from toolkit.core.units import plural
 from toolkit.decode.compare import unrecorded, with_rate_of
 from toolkit.decode.loop import generate
-from toolkit.decode.run import Run
+from toolkit.decode.run import FULL, Run
 from toolkit.decode.strategies import STRATEGIES, strategies_of
 from toolkit.gpu.device import Device
 from toolkit.models.model import Model
@@ -233,7 +233,7 @@ class GeneratePanel(Panel):
             show("".join(pieces), f"stopped after {len(pieces)} tokens" if modelled else "stopped")
             raise
         self._work.share(begun + 1, asked.passes)
-        show(run.text, _ended(run, asked.options["max_new_tokens"]))
+        show(run.text, _ended(run))
         return run
 
     def _record_all(self, asked: Asked, entries: list[Entry]) -> None:
@@ -247,7 +247,9 @@ class GeneratePanel(Panel):
             run = with_rate_of(run, timed)
             self._history.add_run(name, run)
             source = _call(name, asked.prompt, asked.options)
-            entries.append(self._history.add(f"{name}, {asked.model_name}", run.trace, run, source, asked.setup))
+            entries.append(
+                self._history.add(f"{name}, {asked.model_name}", run.trace, run, source, asked.setup, asked.model_name)
+            )
             self._added()
 
     def _record(self, asked: Asked, name: str, begun: int) -> Run:
@@ -310,9 +312,9 @@ def prompt_of(text: str, model: Model | RankedModel) -> str | list[int]:
     return [int(word) for word in words]
 
 
-def _ended(run: Run, most: int) -> str:
-    full = "reached max tokens" if len(run.tokens) == most else "the context is full"
-    why = {"eos": "end of text", "length": full}.get(run.stop_reason, run.stop_reason)
+def _ended(run: Run) -> str:
+    most = FULL if run.context_full else "reached max tokens"
+    why = {"eos": "end of text", "length": most}.get(run.stop_reason, run.stop_reason)
     rate = f", {run.rate_text}" if run.rate_text else ""
     return f"{plural(len(run.tokens), 'token')}, {why}{rate}"
 

@@ -28,6 +28,7 @@ class Entry:
     run: Run | None
     source: str
     setup: str = ""
+    model: str = ""  # its name; files don't say it
 
     @property
     def label(self) -> str:
@@ -43,10 +44,10 @@ class History:
         self.runs: dict[str, Run] = {}  # by strategy, from the last Generate
         self._numbers = 0
 
-    def add(self, title: str, trace: Trace, run: Run | None, source: str, setup: str = "") -> Entry:
+    def add(self, title: str, trace: Trace, run: Run | None, source: str, setup: str = "", model: str = "") -> Entry:
         """Add a run or a trace. The oldest entry is dropped if there are more than MOST."""
         self._numbers += 1
-        entry = Entry(self._numbers, title, trace, run, source, setup)
+        entry = Entry(self._numbers, title, trace, run, source, setup, model)
         self.entries = dict([*self.entries.items(), (entry.number, entry)][-MOST:])
         return entry
 
@@ -64,19 +65,28 @@ def timeline_of(entries: Iterable[Entry]) -> Timeline:
     return Timeline(*(entry.trace for entry in entries), titles=tuple(titles))
 
 
+def _same_tokens(entry: Entry, first: Entry) -> str:
+    """Return "yes" or "no", or "-" for runs that aren't expected to have the same tokens: of another prompt or model."""
+    a, b = entry.run, first.run
+    other = bool(entry.model and first.model) and entry.model != first.model
+    if a is None or b is None or other or a.prompt_tokens != b.prompt_tokens:
+        return "-"
+    return "yes" if a.tokens == b.tokens else "no"
+
+
 def copies_html(entries: Iterable[Entry]) -> str:
     """Return a table of runs with the mean kernels, launches and copies per decode step, without the prefill.
 
     A trace without decode steps shows the means of all steps.
     """
     entries, rows = list(entries), []
-    first = next((entry.run for entry in entries if entry.run is not None), None)
+    first = next((entry for entry in entries if entry.run is not None), None)
     for entry in entries:
         run, steps = entry.run, steady_steps(entry.trace)
         if run is None and not len(steps):
             every = copies_per_step(entry.trace)
             steps = every[every["step"] >= 0]
-        same = "-" if run is None or first is None else "yes" if run.tokens == first.tokens else "no"
+        same = "-" if first is None else _same_tokens(entry, first)
         device = escape(str(entry.trace.meta.get("device", "unknown device")))
         cells = [f"{escape(entry.label)}<br><small>{device}</small>", same]
         told = "" if run is None else escape(f"{run.clock} {run.slowed}".strip())  # perhaps from somebody's file
