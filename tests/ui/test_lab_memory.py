@@ -116,6 +116,7 @@ def test_a_budget_is_set_refused_and_lifted(app: Lab) -> None:
     assert open_device("virtual:h200").limit_bytes == 64 << 20
     assert "budget <b>64.0 MiB" in panel.now.value
     assert "tk-cap" in panel.now.value
+    assert "<span>the bar ends at 80.0 MiB</span>" in panel.now.value
     app.load()
     done(app)
     panel.budget_field.value = "1 MiB"

@@ -369,9 +369,9 @@ def now_html(device: Device | None) -> str:
     figures = {"allocated": memory.allocated_bytes, "reserved": memory.reserved_bytes, "free": free}
     said = "".join(f'<span><i class="tk-{key}"></i>{key} <b>{bytes_text(n)}</b></span>' for key, n in figures.items())
     said += f'<span><i class="tk-cap"></i>budget <b>{bytes_text(capped)}</b></span>' if capped else "<span>no budget</span>"
-    ends = f"the bar ends at {bytes_text(scale)}; " if capped else ""
+    said += f"<span>the bar ends at {bytes_text(scale)}</span>" if scale < memory.total_bytes else ""
     return (
-        f'<b>{name}</b> now, of {bytes_text(memory.total_bytes)}<div class="tk-room" role="img" aria-label="{ends}'
+        f'<b>{name}</b> now, of {bytes_text(memory.total_bytes)}<div class="tk-room" role="img" aria-label="'
         f'{bytes_text(memory.allocated_bytes)} allocated"><i class="tk-allocated" style="width:{taken:.2f}%"></i>'
         f'<i class="tk-reserved" style="width:{max(idle, 0):.2f}%"></i>{mark}</div>'
         f'<div class="tk-figures">{said}{on_host}</div>'
