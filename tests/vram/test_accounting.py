@@ -173,6 +173,9 @@ def test_a_measurement_is_saved_and_opened(gpu, tmp_path):
     (tmp_path / "no.trace").write_bytes(b"nothing")
     with pytest.raises(TraceError):
         tk.open_memory(tmp_path / "no.trace")
+    (tmp_path / "no.json").write_text('{"peak": 1}')
+    with pytest.raises(TraceError, match=r"opening the measurement .*without allocations. Give .* memory snapshot of PyTorch"):
+        tk.open_memory(tmp_path / "no.json")
     with pytest.raises(TraceError, match=r"a trace without allocations.*tk\.open_trace"):
         tk.open_memory("h200/qwen3/roundtrip")
     del kept

@@ -10,12 +10,13 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from toolkit.core.errors import TraceError, kind_of
 from toolkit.core.files import check_path, open_regular, shown
 from toolkit.trace.arrays import OPENED
+from toolkit.trace.chrome.scan import EXPORT
 from toolkit.trace.events import Trace
 from toolkit.trace.join import join
 from toolkit.trace.shipped import shipped_file
@@ -76,6 +77,21 @@ def open_trace(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
         return read_chrome(file)
     raise _unknown(asked, start, file.suffix)
+
+
+def open_allocations(path: str | os.PathLike[str], measured: Set[str]) -> Trace:
+    """Open a trace for its memory. Raises TraceError if it has no allocations, and no key of `measured` in its meta."""
+    asked, give = f"opening the measurement {shown(path)}", "give a file of m.save"
+    try:
+        trace = open_trace(path)
+    except TraceError as error:
+        if error.do != EXPORT:
+            raise
+        snapshot = "a memory snapshot of PyTorch: torch.cuda.memory._dump_snapshot(FILE)"
+        raise TraceError(asked, "it is JSON without allocations", f"{give.capitalize()}, or {snapshot}") from None
+    if not measured & trace.meta.keys() and not trace.is_kind("alloc", "free").any():
+        raise TraceError(asked, "it is a trace without allocations", f"Use tk.open_trace, or {give}")
+    return trace
 
 
 def _open_ranks(files: Sequence[str | os.PathLike[str]], asked: str) -> Trace:

@@ -410,12 +410,9 @@ def open_memory(path: str | os.PathLike[str], *, device: int | str | torch.devic
     Traces of recordings, such as those of saved runs, don't say what was allocated before, and their peak is without it.
     Nothing in the file is executed. Raises TraceError if the file is none of them, or has no memory of `device`.
     """
-    from toolkit.trace.opening import open_trace
+    from toolkit.trace.opening import open_allocations
 
-    trace = open_trace(path)
-    if not _MEASURED & trace.meta.keys() and not trace.is_kind("alloc", "free").any():
-        found = "it is a trace without allocations"
-        raise TraceError(f"opening the measurement {brief(path)}", found, "Use tk.open_trace, or give a file of m.save")
+    trace = open_allocations(path, _MEASURED)
     if device is not None:
         return MemoryUse(trace, _gpu_in(trace, device, path))
     return MemoryUse(trace, None if "elapsed_s" in trace.meta else fullest(trace))

@@ -18,6 +18,7 @@ from toolkit.core.files import open_regular
 from toolkit.core.schema import parse_json
 from toolkit.trace.arrays import most_unpacked
 
+EXPORT = "Export it as a Chrome trace"  # what to do about JSON of another kind
 _CHUNK = 1 << 22
 _LONGEST_EVENT = 1 << 24  # in characters; a longer event means that the file is damaged
 _LONGEST_HEAD = 1 << 26
@@ -108,14 +109,12 @@ class EventScanner:
                 self.head = self._fields(text[: match.start()])
                 return text[match.end() :], False
             if len(text) > _LONGEST_HEAD:
-                raise TraceError(
-                    self.asked, f'its first {len(text):,} characters have no "traceEvents"', "Export it as a Chrome trace"
-                )
+                raise TraceError(self.asked, f'its first {len(text):,} characters have no "traceEvents"', EXPORT)
         try:
             parse_json(text.lstrip("\ufeff"), dict[str, Any])
         except ValueError:
             raise TraceError(self.asked, "it is not JSON, or cut off", "Give a Chrome trace, or copy the file again") from None
-        raise TraceError(self.asked, 'it is JSON without "traceEvents"', "Export it as a Chrome trace")
+        raise TraceError(self.asked, 'it is JSON without "traceEvents"', EXPORT)
 
     def _fields(self, head: str) -> dict[str, Any]:
         """Return the fields of the text before the events, or {} if it is not an object (some tools write odd ones)."""
