@@ -212,6 +212,17 @@ def test_the_plan_in_words_and_as_a_table(gemma):
     assert (table.device_bytes > 0).all()
 
 
+def test_a_budget_without_a_unit_is_noticed(gemma):
+    hint = r'A number without a unit is in bytes: write "24 GiB"'
+    with pytest.raises(tk.BudgetError, match=f"within 4 B: .*{hint}"):
+        tk.plan(gemma, "h200", budget="4").check()
+    with pytest.raises(tk.BudgetError, match=hint):
+        tk.plan(gemma, "h200", run_budget=4).check()
+    for plan in (tk.plan(gemma, "h200", budget="512 MiB"), tk.plan(gemma, "virtual:1MiB")):
+        assert not plan.fits
+        assert "unit" not in repr(plan)
+
+
 def test_no_budget_is_larger_than_the_card(gemma):
     big = "300 GiB"
     assert not tk.plan(gemma, "virtual:8GiB", context=4096, run_budget=big).fits

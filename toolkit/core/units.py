@@ -108,6 +108,11 @@ def parse_bytes(value: int | float | str) -> int:
     raise ToolkitError(f"a size of {brief(value)}", what, 'Write it as "24 GiB", "8 GB" or a number of bytes')
 
 
+def unit_hint(n_bytes: int | None) -> str:
+    """Return a sentence on units for an error about a budget, if it is so small that its unit was probably forgotten."""
+    return "" if n_bytes is None or n_bytes >= 2 * MiB else '. A number without a unit is in bytes: write "24 GiB"'
+
+
 def print_any_text() -> None:
     """Let standard output and standard error replace characters that their encoding lacks ("µ" in ASCII) by "?"."""
     for stream in (sys.stdout, sys.stderr):

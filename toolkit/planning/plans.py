@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core.display import render
 from toolkit.core.errors import BudgetError, ModelError, brief
 from toolkit.core.numbers import integer
-from toolkit.core.units import MiB, bytes_text
+from toolkit.core.units import MiB, bytes_text, unit_hint
 from toolkit.core.workers import processors
 from toolkit.decode.prefix import most_positions
 from toolkit.gpu.catalogue import GpuSpec, find_specs
@@ -359,7 +359,7 @@ def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
         yield BudgetError(
             f"exporting {plan.model} within {bytes_text(most)}",
             f"it needs {bytes_text(plan.export_peak_bytes)} in the phase {worst.name!r} ({_listed(worst, plan.card)})",
-            f"Use {' and '.join(more)}{pull}",
+            f"Use {' and '.join(more)}{pull}{unit_hint(plan.budget_bytes)}",
             budget_bytes=most,
             needed_bytes=plan.export_peak_bytes,
         )
@@ -375,7 +375,7 @@ def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
         yield BudgetError(
             f"running {plan.model} at context {plan.context:,} on {plan.where}",
             f"it needs {bytes_text(plan.run_bytes)} of {bytes_text(plan.run_budget_bytes)} ({_listed(worst, plan.card)})",
-            do,
+            do + unit_hint(plan.run_budget_bytes if plan.run_budget_bytes < has else None),
             budget_bytes=plan.run_budget_bytes,
             needed_bytes=plan.run_bytes,
             longest_context=longest,

@@ -14,7 +14,7 @@ import torch
 
 from toolkit.core.callers import ipython_shell, warn
 from toolkit.core.errors import BudgetError, DeviceError
-from toolkit.core.units import bytes_text, parse_bytes
+from toolkit.core.units import bytes_text, parse_bytes, unit_hint
 from toolkit.gpu import allocation_scopes, unheld
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
@@ -59,7 +59,7 @@ class Budget:
             do = f"Set a budget of at least {least}, or free memory first{_owned(gpu)}{unheld.sentence()}"
             if n_bytes < _LEAST:
                 found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
-                do = f'Set a budget of at least {least}. A number without a unit is in bytes: write "24 GiB"'
+                do = f"Set a budget of at least {least}{unit_hint(n_bytes)}"
             raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
         gpu.limit(n_bytes)
         self.note = _loose(memory, n_bytes)
