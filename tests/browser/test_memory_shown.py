@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from conftest import command, expect, ready, reopen, saved
 from memory_events import GIB, HOSTILE, many_events, recording, small, use_of
 from memory_events import __file__ as EVENTS
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import CORNER, shot
 
+import toolkit as tk
 from toolkit.ui.memory.page import write_memory_page
 from toolkit.ui.memory.picture import image, svg, view_of
 
@@ -236,6 +238,20 @@ def test_the_table_of_what_is_held_fits_into_a_narrow_window(notebook) -> None:
         widths = tables.evaluate_all("(all) => all.map((e) => [e.scrollWidth, e.clientWidth])")
         assert len(widths) == 2
         assert all(needed <= width for needed, width in widths), widths
+
+
+@pytest.mark.parametrize("width", [1000, 800, 700])
+def test_long_names_fit_into_a_window_of_medium_width(browser, tmp_path: Path, width: int) -> None:
+    gpu = tk.device("virtual:h200")
+    with tk.memory(gpu) as use:
+        activations_of_the_last_layer_before_its_norm = torch.ones(64, 512, device=gpu.torch)
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(write_memory_page(use, tmp_path / "a.html").as_uri())
+    table = page.locator(f"{VIEW} .tk-scroll", has_text="activations_of_the_last_layer_before_its_norm").first
+    needed, room = table.evaluate("(e) => [e.scrollWidth, e.clientWidth]")
+    assert needed <= room
+    page.close()
+    del activations_of_the_last_layer_before_its_norm
 
 
 def test_a_session_answers_to_clicks_without_a_script(notebook) -> None:
