@@ -12,7 +12,7 @@ from small_models import SMALL, ByteTokenizer, make
 
 import toolkit as tk
 from toolkit.core.errors import DeviceError, ModelError
-from toolkit.decode.compare import decode_steps
+from toolkit.decode.compare import SHORT, decode_steps
 from toolkit.decode.loop import AHEAD
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.text.prompts import StopText
@@ -188,8 +188,11 @@ def test_comparisons_say_which_runs_had_no_graphs(tmp_path):
     model = make(tk.device("cpu"))
     compared = tk.compare(model, PROMPT, ["roundtrip", "cuda-graph"], max_new_tokens=3, fallback=True)
     reason = "decoding with 'cuda-graph': cpu has no graphs"
-    first, _, *rows = repr(compared).splitlines()
+    first, _, *rows, short = repr(compared).splitlines()
     assert first == f"cuda-graph without graphs: {reason}."
+    assert short == SHORT
+    assert SHORT in compared._repr_html_()
+    assert SHORT not in repr(tk.compare(model, PROMPT, ["roundtrip", "cuda-graph"], max_new_tokens=9, fallback=True))
     assert rows[-1].split("  ")[0].strip() == "cuda-graph without graphs"
     assert list(compared.runs) == list(compared.table["strategy"]) == ["roundtrip", "cuda-graph"]
     run = compared.runs["cuda-graph"]

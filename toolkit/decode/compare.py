@@ -21,7 +21,7 @@ from toolkit.core.errors import RecorderError, ToolkitError
 from toolkit.core.remote import Remote
 from toolkit.core.units import bytes_text, number_text
 from toolkit.decode.loop import generate
-from toolkit.decode.run import AFTER, Run
+from toolkit.decode.run import AFTER, FEW, Run
 from toolkit.decode.sampling import checked
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.model import Model, check_model
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 4  # a captured step is captured by the third one
 LATE = "The rates are too low, because an earlier recording left CUPTI attached. Restart the kernel and compare first."
+SHORT = f"Rates of up to {FEW} tokens contain the first steps, which are slower. Generate more tokens to compare rates."
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class Comparison:
         return {label.removesuffix(run.strategy) + run.title: run for label, run in self.runs.items()}
 
     def __repr__(self) -> str:
-        lines = [*self._remarks(), self._shown().to_string(index=False), LATE if self.timed_late else ""]
-        return "\n".join(line for line in lines if line)
+        return "\n".join([*self._remarks(), self._shown().to_string(index=False), *self._warnings()])
 
     def _repr_html_(self) -> str:
         shown = self._shown()  # short names in the head, so that a page of 900 pixels shows all columns
@@ -113,7 +113,12 @@ class Comparison:
         note = "Kernels, launches, copies and waits are those of one decode step of a recorded run. "
         note += "Rates are those of runs without recording, which may be faster. "
         note += "A modelled time is the virtual GPU's estimate, not a measurement."
-        return f"{note} {LATE}" if self.timed_late else note
+        return " ".join([note, *self._warnings()])
+
+    def _warnings(self) -> list[str]:
+        """Return sentences about rates that can't be compared with those of other runs."""
+        short = any(run.tok_per_s is not None and len(run.tokens) <= FEW for run in self.runs.values())
+        return [LATE] * self.timed_late + [SHORT] * (short and len(self.runs) > 1)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FULL = "the context is full"
+FEW = 8  # tokens of a run whose rate contains its first steps
 RECORDED, AFTER = "while recorded", "after a recording"  # on CUDA, a process's first recording leaves CUPTI attached
 
 
@@ -30,7 +31,7 @@ def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
     more than eight tokens, or one of more than three. With `late`, tokens were read one step late: the second one after the
     launches of two steps, and the last one right after the one before it. So of more than three tokens, the last isn't counted.
     """
-    first = 4 if len(known_ns) > 8 else 1 if len(known_ns) > 3 else 0
+    first = 4 if len(known_ns) > FEW else 1 if len(known_ns) > 3 else 0
     known_ns = known_ns[first : -1 if late and len(known_ns) > 3 else None]
     return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
 
